@@ -48,9 +48,9 @@ ThinkingType = Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class MessageBlock(Struct, frozen=True, kw_only=True):
-    """A part of a message: a text, an image, a call of a tool, its result, or another type.
+    """A part of a message: a text, an image, a tool call, the result of a call, or another type.
 
-    All types share this struct. A block that lacks the fields of its type is ignored.
+    All types of parts share this struct. A part that lacks the fields of its type is ignored.
     """
 
     type: str
@@ -113,7 +113,7 @@ class OutputConfig(Struct, frozen=True):
 
 
 class CountRequest(Struct, kw_only=True, frozen=True):
-    """A body of `/v1/messages/count_tokens`."""
+    """Body of a request to `/v1/messages/count_tokens`, which counts the tokens of a prompt without an answer."""
 
     messages: list[MessageTurn]
     model: str | None = None
@@ -131,10 +131,10 @@ class CountRequest(Struct, kw_only=True, frozen=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True, frozen=True):
-    """A body of `/v1/messages`."""
+    """Body of a request to `/v1/messages`, Anthropic's API for chats."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=COUNT_MAX)]
-    """0: only cache the prompt."""
+    """Most tokens of the answer; 0 to only cache the prompt."""
     metadata: dict[str, Any] | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -144,7 +144,7 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     cache_salt: Salt | None = None
     kv_transfer_params: dict[str, Json] | None = None
     priority: Any = None
-    """A field of workers, not of Anthropic, which a router bounds."""
+    """Priority of the request, as vLLM has it. Not a field of Anthropic's API."""
 
 
 _CHAT_FIELDS = (
@@ -189,7 +189,7 @@ def parse_count(data: bytes) -> CountRequest:
 
 
 def _check_request(request: CountRequest) -> None:
-    """Raise RequestError for values that Anthropic does not allow, and for tools that only Anthropic's servers run."""
+    """Raise RequestError for values that Anthropic does not allow, and for what only Anthropic's servers can do."""
     if request.thread is not None:
         message = "thread: no conversation is kept here; expected all messages in each request, without this field"
         raise RequestError(message, param="thread", code=THREAD_UNSUPPORTED)
@@ -255,7 +255,7 @@ def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
 def convert_to_chat(
     request: CountRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of the chat request that stands for a body of the Messages API. Raises RequestError.
+    """Convert a body of Anthropic's Messages API to the fields of an OpenAI chat request. Raises RequestError.
 
     `template` renders the chat; None if it is unknown. Many templates accept a system message only at the start, so
     system messages are moved there unless the template accepts them elsewhere, or `keeps_system_in_place`.
@@ -323,16 +323,16 @@ def _can_continue(message: Message) -> bool:
 
 
 def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Message]:
-    """Return the messages of the chat. With `merges_system`, all system texts form its first message.
+    """Convert the system prompt and the messages of a body to messages of a chat.
 
-    Raises RequestError if no message says anything.
+    With `merges_system`, all system texts form the first message. Raises RequestError if no message says anything.
     """
-    system = request.system or ""
-    if not isinstance(system, str):
-        system = _join_system_texts(system)
+    system_text = request.system or ""
+    if not isinstance(system_text, str):
+        system_text = _join_system_texts(system_text)
     if merges_system:
-        system += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        system_text += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
+    messages: list[Message] = [{"role": "system", "content": system_text}] if system_text else []
     messages += convert_turns(request.messages, skips_system=merges_system)
     if not messages:
         raise field_error("messages", "none of them says anything, expected a text, a call or a result")
@@ -340,7 +340,7 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
 
 
 def convert_turns(turns: list[MessageTurn], *, skips_system: bool) -> list[Message]:
-    """Convert messages of a body to messages of a chat. A turn may become several of them, or none.
+    """Convert messages in Anthropic's format to messages of an OpenAI chat; each may become several, or none.
 
     With `skips_system`, system messages are left out.
     """
@@ -366,7 +366,7 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
 
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
-    """Append what a turn's blocks say: a message for each result of a tool, then one message for the other blocks."""
+    """Append the chat messages for one message: one for each result of a tool, then one for all other blocks."""
     if role == "user":
         for block in blocks:
             if block.type == "tool_result":
@@ -378,7 +378,8 @@ def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) ->
     tool_calls = [_convert_call(block) for block in blocks if block.type == "tool_use"]
     if tool_calls:
         message["tool_calls"] = tool_calls
-    content_parts = [part for block in blocks if (part := _convert_content_block(role, block)) is not None]
+    converted_blocks = [_convert_content_block(role, block) for block in blocks]
+    content_parts = [part for part in converted_blocks if part is not None]
     if content_parts:
         is_one_text = len(content_parts) == 1 and content_parts[0]["type"] == "text"
         message["content"] = content_parts[0]["text"] if is_one_text else content_parts
@@ -406,17 +407,18 @@ def _convert_content_block(role: str, block: MessageBlock) -> Message | None:
 
 
 def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
-    """Append the messages for the result of a tool: its text, then its images, then the tools that it refers to.
+    """Append the chat messages for the result of a tool: its text, then its images, then references to other tools.
 
-    The images are in a message of the user, because templates expect none in a message of a tool.
+    The images are in a message of the user, because chat templates expect none in a message of a tool.
     """
     result_blocks = block.content if isinstance(block.content, list) else []
-    parts = [part for result_block in result_blocks if (part := _convert_result_block(result_block)) is not None]
+    parts = [part for part in map(_convert_result_block, result_blocks) if part is not None]
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     reference_parts = [part for part in parts if part["type"] == "tool_reference"]
     media_parts = [part for part in parts if part["type"] not in ("text", "tool_reference")]
+
     tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
+    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     messages.append({**tool_message, "content": text})
     if media_parts:
         messages.append({"role": "user", "content": media_parts})
@@ -452,26 +454,28 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
 
 
 def _change_tools(tools: list[MessagesTool], changes: list[MessageBlock]) -> list[MessagesTool]:
-    """Return the tools after the changes by blocks `tool_addition` and `tool_removal` of system messages.
+    """Return the tools that a model may call after a conversation has added and removed some of them.
 
-    A block defines a new tool, or names a known one: one that was removed, or that was deferred until it is added.
+    `tools`: those at the start. `changes`: blocks of type `tool_addition` or `tool_removal`. An addition defines a new
+    tool, or names one that was removed or is loaded only now. Raises RequestError for an unknown name.
     """
-    tools_by_name = {tool.name: tool for tool in tools}
+    tool_by_name = {tool.name: tool for tool in tools}
     removed_names: set[str] = set()
-    for block in changes:
-        assert block.tool is not None
-        name = _get_changed_tool_name(block.tool)
-        if block.tool.get("type") == "tool_definition":
-            tools_by_name[name] = _read_tool_definition(block.tool["definition"])
-        elif name not in tools_by_name:
-            raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
-        elif block.type == "tool_addition":
-            tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
-        if block.type == "tool_removal":
+    for change in changes:
+        assert change.tool is not None
+        name = _get_changed_tool_name(change.tool)
+        is_definition = change.tool.get("type") == "tool_definition"
+        if not is_definition and name not in tool_by_name:
+            raise RequestError(f"{change.type} names the tool {name!r}, which is not in tools", param="tools")
+        if change.type == "tool_removal":
             removed_names.add(name)
+            continue
+        removed_names.discard(name)
+        if is_definition:
+            tool_by_name[name] = _read_tool_definition(change.tool["definition"])
         else:
-            removed_names.discard(name)
-    return [tool for name, tool in tools_by_name.items() if name not in removed_names]
+            tool_by_name[name] = msgspec.structs.replace(tool_by_name[name], defer_loading=None)
+    return [tool for name, tool in tool_by_name.items() if name not in removed_names]
 
 
 def _read_tool_definition(definition: Any) -> MessagesTool:

@@ -23,10 +23,7 @@ that the rest of the prompt is found in the cache."""
 
 
 class ChatPrompt(Protocol):
-    """A chat as it is rendered: the fields of a request by which a template's text is decided.
-
-    An engine renders a checked ChatRequest, and a router a RoutingRequest, which has only the fields that it needs.
-    """
+    """Fields of a chat request that decide the text of its prompt, for the engine's request class and the router's."""
 
     @property
     def messages(self) -> list[Message] | None: ...
@@ -51,19 +48,21 @@ class ChatPrompt(Protocol):
 def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     """Return the text of a chat's prompt, up to its first image or other media.
 
-    The text must be the same that vLLM renders, because equal tokens are what finds its cached blocks. Raises
-    RequestError if the template cannot render the chat.
+    The text is the same that vLLM renders, so that vLLM's cached blocks are found by equal tokens. Raises RequestError
+    if the template cannot render the chat.
     """
     continues_final_message = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues_final_message
     variables = _make_template_variables(request)
-    variable_documents = variables.pop("documents", None)  # the request's own documents take precedence
+    documents = variables.pop("documents", None)
+    if request.documents is not None:
+        documents = request.documents
     text = template.render(
         _convert_messages(template, request),
         tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
-        documents=variable_documents if request.documents is None else request.documents,
+        documents=documents,
         chat_template=request.chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues_final_message,
@@ -96,26 +95,26 @@ def _convert_messages(template: ChatTemplate, request: ChatPrompt) -> list[Messa
 
 
 def _convert_message(message: Message, content_format: ContentFormat) -> Message:
-    """Return a message as vLLM gives it to a template: with the known fields only, and its content converted.
+    """Return a chat message as vLLM gives it to a template: with known fields only, and with converted content.
 
     For example, the content [{"type": "text", "text": "Hi"}] becomes "Hi" if the template's format is "string".
     """
     content = message.get("content")
     is_plain = len(message) == 2 and content_format == "string" and next(iter(message)) == "role"
     if is_plain and type(content) is str and not content.startswith(BILLING_LINE):
-        return message  # most messages are such, and would be copied unchanged
+        return message  # most messages need no conversion
     role = message.get("role", "user")
     if role == "system":
         content = _remove_billing_line(content)
     elif role == "tool" and content_format == "parts" and _is_list_of_texts(content):
-        # Most templates handle only text of a tool, even those that loop over the parts of other messages.
+        # Even most templates that loop over the parts of other messages expect a string from a tool.
         content = "\n".join(map(_read_part_text, content))
         content_format = "string"
     return {"role": role, "content": _convert_content(content, content_format), **_convert_other_fields(message, role)}
 
 
 def _convert_other_fields(message: Message, role: Any) -> Message:
-    """Return the fields of a message that a template gets besides its role and content."""
+    """Return the fields of a chat message that a template gets besides its role and content, by vLLM's rules."""
     template_message: Message = {}
     if role == "assistant":
         tool_calls = message.get("tool_calls")
@@ -151,10 +150,9 @@ def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
 
 
 def _remove_billing_line(content: Any) -> Any:
-    """Return a system message's content without the billing line of a coding agent.
+    """Return a system message's content without a coding agent's billing line, which differs in every request.
 
-    Each text of the content may begin with that line. A text part that has nothing else is left out. Content that is
-    neither a text nor a list is returned unchanged.
+    Each text of the content may begin with that line. A text part that has nothing else is left out.
     """
     if isinstance(content, str):
         return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
@@ -211,7 +209,7 @@ def _read_part_text(part: Any) -> str:
 
 
 def _convert_tool_call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, because templates write them with `tojson`.
+    """Return a tool call with its arguments as an object instead of JSON text, as chat templates expect them.
 
     Arguments that are no JSON object become an empty one: otherwise the conversation could not continue. A call without
     a function is returned unchanged.

@@ -46,7 +46,7 @@ class TemplateLimitError(RequestError):
 
 
 class _CompiledTemplate:
-    """A compiled template and its content format. Raises ChatTemplateError if it is too long or does not compile."""
+    """A chat template compiled by Jinja. Raises ChatTemplateError if it is too long or does not compile."""
 
     def __init__(self, source: str) -> None:
         if len(source) > TEMPLATE_CHARS_MAX:
@@ -64,7 +64,7 @@ class _CompiledTemplate:
         self._globals = dict(self._template.globals)
 
     def render(self, variables: dict[str, Any], seconds_max: float) -> str:
-        """Render the template. Raises RenderLimitError if that takes more CPU time than `seconds_max`.
+        """Return the text that the template writes. Raises RenderLimitError if that takes more CPU time than allowed.
 
         Faster than Jinja's own `render`, which copies the globals for every request.
         """
@@ -73,7 +73,7 @@ class _CompiledTemplate:
         if seconds_max < math.inf:
             context.set_time_limit(seconds_max)
         text = "".join(self._template.root_render_func(context))
-        is_in_time(context, None)  # a single operation may have taken long
+        is_in_time(context, None)  # raises, if the last operation took too long
         return text
 
 
@@ -84,18 +84,19 @@ def _compile_template(source: str) -> _CompiledTemplate:
 
 @lru_cache(maxsize=64)
 def _needs_system_first(source: str) -> bool:
-    """Return whether a template refuses a chat whose third message is a system message, by trying it.
+    """Return whether a chat template refuses a system message after other messages, by rendering such a chat.
 
-    The environment has only Jinja's own functions, as in vLLM, so that a template that calls others fails here, too.
+    As in vLLM, templates get only Jinja's own functions here. One that calls others fails, and counts as refusing.
     """
     sample_messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    environment = TemplateEnvironment([jinja2.ext.loopcontrols])
     try:
-        _, template = TemplateEnvironment([jinja2.ext.loopcontrols]).compile_with_time_checks(source)
+        _, template = environment.compile_with_time_checks(source)
         context = template.new_context({"messages": sample_messages, "add_generation_prompt": False})
         context.set_time_limit(TRIAL_S_MAX)  # type: ignore[attr-defined]
         for _ in template.root_render_func(context):
             pass
-    except Exception:  # noqa: BLE001  a template is a program
+    except Exception:  # noqa: BLE001  a template is a program, which may raise anything
         return True
     return False
 
@@ -162,8 +163,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, equal to that of transformers' `apply_chat_template(..., tokenize=False)`.
 
-        `continue_final_message`: the prompt ends inside the last message, after its content.
-        Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
+        `chat_template`: a template, or the name of one of the model's, instead of its default. `add_generation_prompt`:
+        the prompt ends with the start of an answer. `continue_final_message`: it ends after the text of the last
+        message. Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
         """
         if not messages:
             raise field_error("messages", "got an empty array, expected at least one message")
@@ -180,7 +182,9 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        return (self._render_continuation if continue_final_message else self._render)(template, context)
+        if continue_final_message:
+            return self._render_continuation(template, context)
+        return self._render(template, context)
 
     def _convert_message(self, message: Message) -> Message:
         """Return a message as transformers from 5.23 on gives it to templates."""
@@ -190,7 +194,7 @@ class ChatTemplate:
         return _add_reasoning_names({name: value for name, value in message.items() if value is not None})
 
     def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
-        """Render a chat up to the end of the content of its last message, for the model to continue there."""
+        """Render a chat up to the end of the content of its last message, which the model is to continue."""
         tagged_messages = list(context["messages"])
         final_message = tagged_messages[-1]
         has_calls = bool(final_message.get("tool_calls"))
@@ -204,21 +208,22 @@ class ChatTemplate:
         return _remove_turn_ending(self._render(template, context), _get_text_after_tag(tagged_text))
 
     def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
+        """Render a template. Raises RequestError if the template fails, or takes too much time or memory."""
         try:
             return template.render(context, self.seconds_max)
         except (RenderLimitError, MemoryError) as error:
             problem = "the chat template needs too much memory" if isinstance(error, MemoryError) else str(error)
-            # A client's own template, or a chat too large for a process that sets no limit, says nothing of this one.
-            if template.source not in self._templates.values() or self.seconds_max == math.inf:
+            is_own_template = template.source in self._templates.values()
+            if not is_own_template or self.seconds_max == math.inf:
                 raise RequestError(problem, param="messages") from error
-            self.is_bounded = False
+            self.is_bounded = False  # so the router renders this model's chats in worker processes from now on
             raise TemplateLimitError(problem, param="messages") from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except (
             TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RuntimeError,
         ) as error:  # fmt: skip
-            # A template is a program over what the client sent: any of its failures is an answer to the client.
+            # The template is a program that failed on what the client sent, so the client gets the error.
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
 
@@ -241,16 +246,15 @@ def _add_reasoning_names(message: Message) -> Message:
 
 
 def _tag_final_message(messages: list[Message], template_source: str) -> str:
-    """Put a tag after the text of the last message, which the model is to continue, and return that text.
+    """Put a tag after the text of the last message, which the model is to continue, and return the text without it.
 
     The tag shows where the text ends in the rendered prompt, so that what the template writes after it can be cut off.
-    The last message in `messages` is replaced by a copy. Raises RequestError if there is no text to continue.
+    The last message in the list is replaced by a tagged copy. Raises RequestError if it has no text to continue.
     """
     final_message = messages[-1]
     content = final_message.get("content")
     if content is None:
         raise field_error("continue_final_message", 'the last message has no "content" to continue')
-    # A quick check for a clear error: a name may occur without being read, and then the rendered prompt lacks the tag.
     if "content" not in template_source:
         raise field_error("continue_final_message", 'the chat template does not read "content"')
     if isinstance(content, str):

@@ -18,21 +18,25 @@ class _Names(NamedTuple):
 
 
 def detect_content_format(tree: nodes.Template) -> ContentFormat:
-    """Return `parts` if the template loops over a message's content, else `string` (vLLM's rule for `auto`).
+    """Return `parts` if a chat template loops over the content of a message, else `string` (vLLM's rule for `auto`).
 
-    Loops and assignments of the template give messages and contents further names, as in `{% for m in messages %}`.
+    Variables of the template may hold messages and contents too, as in `{% for m in messages %}`.
     """
-    names = _Names({"messages"}, {"message"}, set())
-    loops, assigns = list(tree.find_all(nodes.For)), list(tree.find_all(nodes.Assign))
+    names = _Names(lists={"messages"}, messages={"message"}, contents=set())
+    loops = list(tree.find_all(nodes.For))
+    assignments = list(tree.find_all(nodes.Assign))
     for _ in range(3):  # a block may use names that a later block assigns
         for loop in loops:
             if isinstance(loop.target, nodes.Name) and _is_variable(_strip_filters(loop.iter), names.lists):
                 names.messages.add(loop.target.name)
-        for assign in assigns:
-            if isinstance(assign.target, nodes.Name) and _is_variable(_strip_filters(assign.node), names.lists):
-                names.lists.add(assign.target.name)
-            elif isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
-                names.contents.add(assign.target.name)
+        for assignment in assignments:
+            target, value = assignment.target, assignment.node
+            if not isinstance(target, nodes.Name):
+                continue
+            if _is_variable(_strip_filters(value), names.lists):
+                names.lists.add(target.name)
+            elif _is_content(value, names):
+                names.contents.add(target.name)
     return "parts" if any(_is_content(loop.iter, names) for loop in loops) else "string"
 
 

@@ -22,13 +22,13 @@ _TOKEN_CHARS_MIN = 3
 
 
 class CutTokens:
-    """The added tokens of one tokenizer before which a text may be cut, and the places where they occur. Thread-safe.
+    """Finds where a text may be cut so that its parts, encoded separately, have the token ids of the whole.
 
-    An added token is a text that has one id, such as `<|im_start|>`.
+    A text may be cut before some of the tokenizer's added tokens, such as `<|im_start|>`. Thread-safe.
     """
 
     def __init__(self, added_tokens: Sequence[str], cut_tokens: Iterable[str]) -> None:
-        """`added_tokens`: all added tokens that are found in a text before a normalizer changes it."""
+        """`added_tokens`: all that are found in a text before normalization. `cut_tokens`: those that allow a cut."""
         self._pattern = re.compile(_build_trie_pattern(added_tokens)) if added_tokens else None
         self.texts = frozenset(cut_tokens)
 
@@ -54,23 +54,25 @@ class CutTokens:
 
 
 def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
-    """Return the added tokens before which a text can be cut so that its pieces can be encoded separately.
+    """Find the added tokens before which a text can be cut, so that its pieces can be encoded separately.
 
     With the cut token `<|im_start|>`, `a<|im_start|>b` has the ids of `a` and then those of `<|im_start|>b`. There are
     no cut tokens if the tokenizer has dropout, or if encoding sample texts in pieces changes their token ids.
     """
-    no_tokens = CutTokens((), ())
-    if getattr(hf_tokenizer.model, "dropout", None):  # one text has other ids each time
-        return no_tokens
+    no_cut_tokens = CutTokens((), ())
+    if getattr(hf_tokenizer.model, "dropout", None):  # a text has other ids each time
+        return no_cut_tokens
     added_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
-    # Other tokens are found in the normalized text, and a pattern over the text as sent would miss them.
+    depends_on_neighbours = any(token.lstrip or token.rstrip or token.single_word for token in added_tokens)
+
+    # Tokens that are searched in the normalized text may be spelled otherwise in the text as sent.
     unnormalized_tokens = [token for token in added_tokens if not token.normalized and token.content]
     unnormalized_texts = [token.content for token in unnormalized_tokens]
-    depends_on_neighbours = any(token.lstrip or token.rstrip or token.single_word for token in added_tokens)
     candidates = [token.content for token in unnormalized_tokens if _can_cut(token, depends_on_neighbours)]
     cut_tokens = CutTokens(unnormalized_texts, _drop_overlapped(candidates, unnormalized_texts))
+
     added_texts = [token.content for token in added_tokens]
-    return no_tokens if _has_sample_mismatch(hf_tokenizer, cut_tokens, added_texts) else cut_tokens
+    return no_cut_tokens if _has_sample_mismatch(hf_tokenizer, cut_tokens, added_texts) else cut_tokens
 
 
 def _drop_overlapped(candidates: Iterable[str], added_texts: Sequence[str]) -> list[str]:
@@ -131,19 +133,19 @@ def _build_branch_pattern(node: dict[str, Any]) -> str:
 
 
 def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added_tokens: Sequence[str]) -> bool:
-    """Return whether a sample text has other token ids if it is encoded in the pieces between its cuts.
+    """Return whether cutting a sample text before its cut tokens, and encoding the pieces, gives other token ids.
 
     The samples are pairs of added tokens, and ordinary texts before and after each of them.
     """
     cuts = sorted(cut_tokens.texts)
     tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
-    texts = [first + second for first in tokens for second in tokens[:6]]
+    samples = [first + second for first in tokens for second in tokens[:6]]
     for shift in range(len(tokens)):
         rotated_tokens = [tokens[(i + shift) % len(tokens)] for i in range(len(SAMPLE_TEXTS))]
-        texts.append("".join(text + token for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
-        texts.append("".join(token + text for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
-    for text in texts:
-        ids_of_pieces = [encode_plain(hf_tokenizer, piece) for piece in cut_tokens.split(text)]
-        if list(chain.from_iterable(ids_of_pieces)) != encode_plain(hf_tokenizer, text):
+        samples.append("".join(text + token for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
+        samples.append("".join(token + text for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
+    for sample in samples:
+        ids_of_pieces = [encode_plain(hf_tokenizer, piece) for piece in cut_tokens.split(sample)]
+        if list(chain.from_iterable(ids_of_pieces)) != encode_plain(hf_tokenizer, sample):
             return True
     return False

@@ -21,11 +21,10 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 
 class RequestError(Exception):
-    """A request that cannot be served as it was sent, with the error that the client gets.
+    """A request cannot be served as it was sent; the client gets this error as an HTTP response.
 
-    `param` is the path of the wrong field (`messages[2].content`), or None if no single field is wrong. `code` is a
-    word for programs, mostly one of OpenAI's (`model_not_found`, `context_length_exceeded` ...). `status` is the HTTP
-    status.
+    `param`: path of the wrong field (`messages[2].content`); None if no single field is wrong. `code`: a word for
+    programs, mostly one of OpenAI's (`model_not_found`, `context_length_exceeded` ...). `status`: HTTP status.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class RequestError(Exception):
         self.status = status
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """Return the JSON body in the format of the API to which `path` belongs."""
-        # A path of Anthropic's API, or one that its clients use with a wrong base URL.
-        if path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages"):
+        """Return the JSON body of the error in Anthropic's format for a path of its Messages API, else in OpenAI's."""
+        endpoint = path.rstrip("/").removesuffix("/count_tokens")
+        if path.startswith("/v1/messages") or endpoint.endswith("/messages"):  # also below a wrong base URL
             default_type = "invalid_request_error" if self.status < 500 else "api_error"
             error_type = _ANTHROPIC_TYPE_BY_STATUS.get(self.status, default_type)
             details = {"details": {"error_code": self.code}} if self.code == THREAD_UNSUPPORTED else {}
@@ -58,15 +57,15 @@ class RequestError(Exception):
 def describe_context_overflow(
     path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
 ) -> str:
-    """Return the error message for a prompt that is too long for the model.
+    """Return the error message for a prompt that is too long for the model, in OpenAI's or Anthropic's words.
 
-    Its words are those of OpenAI or Anthropic, by which clients know that they must shorten the prompt.
-    `output_tokens`: tokens of the requested answer, if the prompt alone would have room. `is_exact`: False if the
-    prompt has more than `prompt_tokens`.
+    Clients recognise these words, and shorten the prompt. `path`: path of the request. `context_max`: most tokens of
+    the model's context. `output_tokens`: tokens of the requested answer, if the prompt alone would have room.
+    `is_exact`: False if the prompt has more than `prompt_tokens`.
     """
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):
-        # A prompt that just fills the context has no room for an answer either.
+        # At least context_max + 1, as a prompt that just fills the context has no room for an answer.
         shown_tokens = max(prompt_tokens + output_tokens, context_max + 1)
         return f"prompt is too long: {qualifier}{shown_tokens} tokens > {context_max} maximum"
     parts = f"{prompt_tokens} in the prompt, {output_tokens or 'at least 1'} in the answer"

@@ -57,7 +57,7 @@ def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bo
 
 
 def build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | str:
-    """Build a fast encoder with the same ids as a tokenizer; return the reason if that is impossible.
+    """Build an encoder by fastokens that gives the ids of a Hugging Face tokenizer; return the reason if there is none.
 
     Both encode sample texts, and all ids must be equal.
     """

@@ -23,22 +23,23 @@ _PrintableText = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[!
 
 
 class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of `remote_kv_source`."""
+    """Engine from which another engine can fetch the cached KV of a prompt, as the body of a request names it."""
 
     kv_request_id: _PrintableText
+    """Id of the transfer."""
     remote_host: _PrintableText
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     signature: Annotated[str, Meta(max_length=64)] = ""
     """Hexadecimal HMAC-SHA256 of the fields above under the fleet's key."""
     cached_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """Tokens of the prompt that the source has cached as far as the sender knows: no more need be pulled."""
+    """Most tokens of the prompt that the source has, as far as the sender knows."""
 
     def sign(self, fleet_key: bytes) -> RemoteKVSource:
         """Return this source with its signature."""
         return msgspec.structs.replace(self, signature=self._compute_signature(fleet_key))
 
     def check_signature(self, fleet_key: bytes) -> None:
-        """Raises RequestError 403 if the signature was made with another key or for other fields."""
+        """Raise RequestError (HTTP 403) if the signature was made with another key or for other fields."""
         if not hmac.compare_digest(self.signature.encode(), self._compute_signature(fleet_key).encode()):
             raise RequestError(
                 "kv_transfer_params.remote_kv_source: expected a signature under the fleet's key",
@@ -65,10 +66,10 @@ def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSour
 
 
 def read_fleet_key(key_file: str | None, key: str | None, variable: str) -> bytes | None:
-    """Return the fleet's key from the file, or else `key`; None if neither is configured.
+    """Return the secret key that engines and routers share, from a file or else from `key`; None if neither is given.
 
-    Raises ConfigError if the file cannot be read, or if the key is too short. `variable`: name of the environment
-    variable that sets `key`, for the error message.
+    `variable`: name of the environment variable that sets `key`, for the error message. Raises ConfigError if the file
+    cannot be read, or if the key is too short.
     """
     if key_file is not None:
         label = f"--kv-transfer-key-file {key_file}"

@@ -9,22 +9,25 @@ from prompts.errors import RequestError
 
 _PATH_CHARS_MAX = 100
 """Longest path for which a suggestion is searched, as comparing takes time."""
+_SIMILARITY_MIN = 0.85
+"""Similarity (difflib's ratio) from which on a misspelt path is near to another."""
 
 
 def find_nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
-    """Return the served path that a client probably meant; None if no path is near.
+    """Return the served path that a client probably meant by an unknown path; None if no path is near.
 
     A client may have forgotten or doubled `/v1`, or added something before the path. Else the nearest spelling counts.
     """
     if len(path) > _PATH_CHARS_MAX:
         return None
     segments = _split_path(path)
-    routes = [route for route in served_paths if route != path and _split_path(route) and "*" not in route]
-    for route in sorted(routes, key=len, reverse=True):
-        route_segments = _split_path(route)
-        if segments[-len(route_segments) :] == route_segments:
-            return route
-    close_matches = difflib.get_close_matches("/v1/" + "/".join(segments), [*routes], 1, cutoff=0.85)
+    candidates = [served for served in served_paths if served != path and _split_path(served) and "*" not in served]
+    for candidate in sorted(candidates, key=len, reverse=True):
+        candidate_segments = _split_path(candidate)
+        if segments[-len(candidate_segments) :] == candidate_segments:
+            return candidate
+    path_with_version = "/v1/" + "/".join(segments)
+    close_matches = difflib.get_close_matches(path_with_version, candidates, n=1, cutoff=_SIMILARITY_MIN)
     return close_matches[0] if close_matches else None
 
 

@@ -57,9 +57,10 @@ class TextOptions(Struct, frozen=True):
 
 
 class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
-    """A body of `/v1/responses`."""
+    """Body of a request to `/v1/responses`, OpenAI's Responses API."""
 
     input: str | list[Item]
+    """The user's text, or the items of the conversation: messages, tool calls and their results."""
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     tools: list[Item] | None = None
@@ -89,10 +90,7 @@ _request_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 def parse_responses_request(data: bytes) -> ResponsesRequest:
-    """Parse a body of `/v1/responses`.
-
-    Raises RequestError, which names field, value and expectation, if it cannot be served.
-    """
+    """Parse a body of `/v1/responses`. Raises RequestError, which names the wrong field, if it cannot be served."""
     request = decode_json(_request_decoder, data)
     if request.prompt is not None:
         raise field_error("prompt", "templates of prompts are not supported")
@@ -213,10 +211,10 @@ def find_item_references(request: ResponsesRequest) -> dict[str, str]:
 def convert_to_chat(
     request: ResponsesRequest, previous_messages: list[Message] | None = None, items: Mapping[str, Item] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the chat request that stands for a body of the Responses API. Raises RequestError.
+    """Convert a body of the Responses API to the fields of an OpenAI chat request. Raises RequestError.
 
-    `previous_messages` are those of the stored response that the body continues, its answer included. `items` are the
-    stored items that the body names by their ids.
+    `previous_messages`: those of the stored response that the body continues, its answer included. `items`: the stored
+    items that the body names, by their ids.
     """
     has_logprobs = LOGPROBS_INCLUDED in (request.include or ())
     fields: dict[str, Any] = {
@@ -237,7 +235,7 @@ def convert_to_chat(
 def _convert_messages(
     request: ResponsesRequest, previous_messages: list[Message], items: Mapping[str, Item]
 ) -> list[Message]:
-    """Return the chat's messages: the instructions, earlier messages and the input. Raises RequestError."""
+    """Return the chat's messages: the instructions, those of stored responses, and the input. Raises RequestError."""
     messages: list[Message] = [{"role": "system", "content": request.instructions}] if request.instructions else []
     messages += [message for message in previous_messages if message.get("role") != "system"]
     if isinstance(request.input, str):
@@ -287,9 +285,9 @@ class _ChatHistory:
         """Whether the last message has only calls of a server's tools, so that the assistant's text is added to it."""
 
     def add(self, param: str, item: Item) -> None:
-        """Append an item as a new message, or add it to the assistant's last one. Raises RequestError.
+        """Append an item of the Responses API to the chat, as a new message or as a part of the assistant's last one.
 
-        `param` is the path of the item in the body, for error messages.
+        `param`: path of the item in the body, for error messages. Raises RequestError.
         """
         item_type = item.get("type")
         if item_type == "function_call":
@@ -345,9 +343,9 @@ class _ChatHistory:
             self._append({"role": "assistant", field: value})
 
     def _add_hosted_call(self, item_type: str, item: Item) -> None:
-        """Add a hosted call as text of the assistant, or a client's output for such a call as text of the user.
+        """Append the call of a tool that a provider's servers ran, as text of the assistant.
 
-        The texts of several hosted calls in a row are joined.
+        A client's output for such a call becomes text of the user. The texts of several calls in a row are joined.
         """
         text = _format_hosted_item(item)
         if text is None:
@@ -356,10 +354,10 @@ class _ChatHistory:
             self._append({"role": "user", "content": text})
             return
         last_message = self._messages[-1] if self._messages else {}
-        is_open = last_message.get("content") is None and "tool_calls" not in last_message
+        has_answer = last_message.get("content") is not None or "tool_calls" in last_message
         if self._ends_with_hosted_call:
             last_message["content"] += "\n" + text
-        elif last_message.get("role") == "assistant" and is_open:
+        elif last_message.get("role") == "assistant" and not has_answer:
             last_message["content"] = text
         else:
             self._append({"role": "assistant", "content": text})
@@ -427,7 +425,10 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
 
 
 def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Message:
-    """Return a choice among some of the tools; those that only a provider's servers run are left out."""
+    """Convert a choice among some of the tools (`allowed_tools`) to the format of chat completions.
+
+    Tools that only a provider's servers run are left out. Raises RequestError if no other tool is listed.
+    """
     allowed_choice = choice.get("allowed_tools", choice)  # OpenAI's clients send it flat or nested
     listed_tools = allowed_choice.get("tools") if isinstance(allowed_choice, dict) else None
     if not isinstance(listed_tools, list) or not all(isinstance(tool, dict) for tool in listed_tools):
@@ -438,17 +439,16 @@ def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Mes
         if tool.get("type") in ("function", "custom")
     ]
     if listed_tools and not chat_tools:
-        raise bad_value(
-            "tool_choice.tools", listed_tools, "at least one function or custom tool: no server here runs others"
-        )
+        expectation = "at least one function or custom tool: no server here runs others"
+        raise bad_value("tool_choice.tools", listed_tools, expectation)
     return {"type": "allowed_tools", "allowed_tools": {"mode": allowed_choice.get("mode"), "tools": chat_tools}}
 
 
 def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
     """Convert a choice of one tool to the format of chat completions. Raises RequestError for an unknown tool.
 
-    `tools` are by flat name, which has the namespace and the name. The choice may lack the namespace if only one tool
-    has the name.
+    `tools`: the client's tools by flat name, which is made of namespace and name. The choice may lack the namespace if
+    only one tool has the name. `param`: path of the choice in the body, for error messages.
     """
     tool_type, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
     if tool_type not in ("function", "custom"):
@@ -456,13 +456,12 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
         raise bad_value(f"{param}.type", tool_type, expectation)
     if not isinstance(name, str):
         raise bad_value(f"{param}.name", name, "a string")
-    flat_name = _make_flat_name(namespace, name)
-    if flat_name not in tools:
-        matching_names = [flat for flat, tool in tools.items() if tool.name == name] if namespace is None else []
-        if len(matching_names) != 1:
-            raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
-        flat_name = matching_names[0]
-    return {"type": "function", "function": {"name": flat_name}}
+    matching_names = [_make_flat_name(namespace, name)]
+    if matching_names[0] not in tools:
+        matching_names = [flat for flat, tool in tools.items() if namespace is None and tool.name == name]
+    if len(matching_names) != 1:
+        raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
+    return {"type": "function", "function": {"name": matching_names[0]}}
 
 
 def _convert_tools(tools: list[Item]) -> list[Message]:

@@ -41,7 +41,7 @@ _PRIORITY_MAX = 2**63 - 1
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
-    """The prompt of a body and the fields that decide where a request goes, as a router reads them.
+    """Fields of a request body by which a router chooses a worker: the prompt, and those that limit the choice.
 
     A chat has `messages`, a completion has `prompt`. Fields that a client did not send, or sent with a wrong type, are
     None.
@@ -49,11 +49,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     kind: ApiKind
     source: CountRequest | ResponsesRequest | None = None
-    """Body of the Messages or Responses API, which is not converted to a chat yet; None if a worker will refuse it."""
+    """Body of the Messages or Responses API, not yet converted to a chat; None if a worker will refuse it."""
     model: str | None = None
     messages: list[Message] | None = None
-    """Messages of a chat; None if they could not be rendered."""
+    """Messages of a chat; None if they have a wrong type."""
     prompt: Prompt | None = None
+    """Prompt of a completion: a text, token ids, or a list of several prompts."""
     tools: list[Message] | None = None
     documents: list[Message] | None = None
     chat_template: str | None = None
@@ -67,21 +68,21 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     priority: int = 0
     stream: bool = False
     output_tokens_max: int = 0
-    """Most tokens of all choices together; 0 if the client sets no limit."""
+    """Most tokens of all answers to the request together; 0 if the client sets no limit."""
     output_tokens_min: int = 0
-    """Fewest tokens of all choices together, by `min_tokens`, or by `ignore_eos` if nothing else ends them."""
+    """Fewest tokens of all answers together, by `min_tokens`, or by `ignore_eos` if nothing else ends them."""
     user: str | None = None
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
     """The field `user_id` of the body's `metadata`."""
     stored_response_id: str | None = None
-    """Id of a stored response that the prompt continues, which one worker has."""
+    """Id of a stored response that the prompt continues, which only one worker has."""
     scores_prompt: bool = False
     """Whether every prompt token gets a logprob, so that engines use no cached tokens."""
     echoes_chat: bool = False
     """Whether a chat has `echo`: vLLM then gives its prompt logprobs too, our engine does not."""
     has_worker_fields: bool = False
-    """Whether the body may have fields that only routers may send to workers (prompts/worker_fields.py)."""
+    """Whether the body may have fields that only routers may send to workers."""
     has_media: bool = False
     """Whether the prompt has images or other media; only the text before the first is tokenised."""
 
@@ -127,6 +128,10 @@ def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, ms
 
 
 def _parse_body(kind: ApiKind, data: bytes, raw_fields: dict[str, msgspec.Raw]) -> RoutingRequest:
+    """Read the routing fields of a body, which also comes as its undecoded top-level fields. Raises RequestError.
+
+    Of a body that the worker will refuse, only single fields are read.
+    """
     if kind in ("messages", "responses"):
         try:
             source = parse_messages(data) if kind == "messages" else parse_responses_request(data)
@@ -144,12 +149,13 @@ def _parse_body(kind: ApiKind, data: bytes, raw_fields: dict[str, msgspec.Raw]) 
 
 
 def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingRequest:
-    """Return the request of the decoded fields of a chat or completion, without values of a wrong type.
+    """Make the routing request of a chat or completion from its decoded fields, without values of a wrong type.
 
     Raises RequestError if the priority is no integer.
     """
     get = fields.get
-    messages, template_kwargs = _as_objects(get("messages")), get("chat_template_kwargs")
+    messages = _as_objects(get("messages"))
+    template_kwargs = get("chat_template_kwargs")
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
     logprob_count = _as_int(get("top_logprobs", 0) if messages else get("logprobs"))
     echoes_with_logprobs = _as_bool(get("echo")) is True and logprob_count is not None
@@ -199,7 +205,7 @@ def _make_from_messages(source: MessagesRequest) -> RoutingRequest:
 
 
 def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
-    """Return the routing fields of a body of the Responses API. `convert_source_to_chat` reads its prompt later."""
+    """Make the routing request of a body of the Responses API; its prompt is converted to a chat later."""
     return RoutingRequest(
         kind="responses",
         source=source,
@@ -227,11 +233,11 @@ def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
 def convert_source_to_chat(
     request: RoutingRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
 ) -> RoutingRequest:
-    """Convert a body of the Messages or Responses API to the chat that a template renders.
+    """Convert a body of the Messages or Responses API to the chat whose template renders its prompt.
 
-    Raises RequestError if the body refers to a response that the worker stores, or if the chat depends on the template
-    and `template` is None. `keeps_system_in_place`: system messages stay where they are even if the template would move
-    them. Such chats serve to compare bodies with each other.
+    `keeps_system_in_place`: system messages stay where they are, even if the template accepts them only at the start.
+    Raises RequestError if the body refers to a response that only the worker stores, or if the chat depends on the
+    template and `template` is None.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):

@@ -104,7 +104,7 @@ class StructuredOutputs(Struct, frozen=True):
 
 
 class SharedRequest(Struct, kw_only=True, frozen=True):
-    """Fields that chats, completions and responses share. None: the field was not sent, or sent as null."""
+    """Fields that chats, completions and responses share; None if the field was not sent, or sent as null."""
 
     model: str | None = None
     # OpenAI's
@@ -132,7 +132,7 @@ class SharedRequest(Struct, kw_only=True, frozen=True):
 
 
 class CommonRequest(SharedRequest, kw_only=True, frozen=True):
-    """Fields that chats and completions share."""
+    """Fields that chats and completions share, besides those of all APIs; None if the field was not sent."""
 
     # OpenAI's
     max_tokens: Count | None = None
@@ -162,7 +162,7 @@ class CommonRequest(SharedRequest, kw_only=True, frozen=True):
 
 
 class ChatRequest(CommonRequest, kw_only=True, frozen=True):
-    """A body of `/v1/chat/completions`. `parse_chat` has checked the roles and contents of its messages."""
+    """Body of a request to `/v1/chat/completions`. `parse_chat` has checked the roles and contents of its messages."""
 
     messages: list[Message]
     max_completion_tokens: Count | None = None
@@ -182,13 +182,13 @@ class ChatRequest(CommonRequest, kw_only=True, frozen=True):
     mm_processor_kwargs: dict[str, Json] | None = None
     media_io_kwargs: dict[str, Json] | None = None
     prompt_token_ids: list[TokenIdField] | None = None
-    """Tokens of the prompt, used instead of rendering the messages. A router sends them to continue an answer."""
+    """Token ids of the prompt, used instead of the messages. A router sends them to continue a broken answer."""
     answered_tokens: Count | None = None
-    """Number of the last `prompt_token_ids` that are the beginning of the answer to continue."""
+    """Number of tokens at the end of `prompt_token_ids` that are the start of the answer to continue."""
 
 
 class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
-    """A body of `/v1/completions`."""
+    """Body of a request to `/v1/completions`."""
 
     prompt: Prompt
     echo: bool | None = None
@@ -205,7 +205,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def parse_chat(data: bytes) -> ChatRequest:
-    """Read a chat body. Raises RequestError that names field, value and expectation."""
+    """Parse and check the body of a chat request. Raises RequestError, which names the wrong field."""
     request = decode_json(_chat_decoder, data)
     if not request.messages:
         raise bad_value("messages", request.messages, "at least one message")
@@ -224,7 +224,7 @@ def parse_chat(data: bytes) -> ChatRequest:
 
 
 def parse_completion(data: bytes) -> CompletionRequest:
-    """Read a completion body. Raises RequestError that names field, value and expectation."""
+    """Parse and check the body of a completion request. Raises RequestError, which names the wrong field."""
     request = decode_json(_completion_decoder, data)
     _check_prompt(request.prompt)
     _check_common_fields(request)
@@ -232,7 +232,7 @@ def parse_completion(data: bytes) -> CompletionRequest:
 
 
 def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
-    """Decode a body. Raises RequestError, which says what is wrong, where, and what was expected.
+    """Decode the JSON body of a request. Raises RequestError, which says what is wrong, where, and what was expected.
 
     A float such as 5.0 counts as an integer, as in JSON Schema and vLLM.
     """
@@ -296,19 +296,18 @@ def _describe_utf8_error(data: bytes, error: UnicodeDecodeError) -> str:
 
 
 def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError:
-    """Return the error for a message of msgspec, such as "Expected `int`, got `str` - at `$.n`".
+    """Return the client's error for an error message of msgspec, such as "Expected `int`, got `str` - at `$.n`".
 
-    It names the field (`n`), the value that was sent, and what was expected.
+    The client's error names the field (`n`), the value in the body `data`, and what was expected.
     """
     expectation, _, path = message.partition(" - at ")
     is_key = path.startswith("`key` in ")
-    path = path.removeprefix("`key` in ").strip("`")
-    field = path.removeprefix("$").removeprefix(".") or None
+    field = path.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
     if expectation.startswith("Object missing required field"):
         name = expectation.split("`")[1]
         full_name = f"{field}.{name}" if field else name
         return field_error(full_name, "missing, expected this field to be given")
-    if field is None:
+    if not field:
         return RequestError(f"the body: {_lower_first(expectation)}")
     if is_key:
         return field_error(field, f"a key is wrong: {_lower_first(expectation.replace('`', ''))}")
@@ -316,17 +315,17 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
         field_path = _LIST_INDEX.sub("", field).split(".")
         expectation = f"expected one of {', '.join(_find_enum_values(type_info(body_type), field_path))}"
     value = _find_value(data, field)
-    actual_text = ""
-    if value is not UNSET:
-        actual_text = f"got {format_value(value)}, "
-        expectation = expectation.split(", got")[0]  # msgspec's ", got `str`" says less than the value
-    return field_error(field, f"{actual_text}{_lower_first(expectation.replace('`', ''))}")
+    if value is UNSET:
+        return field_error(field, _lower_first(expectation.replace("`", "")))
+    expectation = expectation.split(", got")[0].replace("`", "")  # the value says more than msgspec's ", got `str`"
+    return field_error(field, f"got {format_value(value)}, {_lower_first(expectation)}")
 
 
 def _find_enum_values(value_type: Any, field_path: list[str]) -> list[str]:
-    """Return the values that the field at a path inside a type may have; none if it is no enumeration.
+    """Return the values that an enumerated field of a request may have; none if it is another kind of field.
 
-    `value_type` is msgspec's description of the type. `field_path` has the names of fields, without indices of lists.
+    `value_type`: msgspec's description of the type that contains the field. `field_path`: names of the fields down to
+    this one, such as ["response_format", "type"].
     """
     if isinstance(value_type, LiteralType) and not field_path:
         return [str(value) for value in value_type.values]
@@ -346,16 +345,19 @@ def _lower_first(text: str) -> str:
 
 
 def _find_value(data: bytes, field: str) -> Json | UnsetType:
-    """Return the value at a path of a body, such as `messages[2].role`; UNSET if it cannot be found."""
+    """Return the value of a field in the JSON body of a request; UNSET if it cannot be found.
+
+    `field`: path of the field, such as `messages[2].role`.
+    """
     try:
         value: Json = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return UNSET  # the JSON after the wrong field is malformed, too
+        return UNSET
     for part in field.replace("[", ".[").split("."):
         if part.startswith("["):
             index = part[1:-1]
-            if not isinstance(value, list) or not index.isdigit():
-                return UNSET  # "[...]": a key of a dict, or an element that msgspec does not number
+            if not isinstance(value, list) or not index.isdigit():  # msgspec writes `[...]` for a key of an object
+                return UNSET
             value = value[int(index)]
         elif isinstance(value, dict) and part in value:
             value = value[part]
@@ -423,7 +425,7 @@ def _check_tool(param: str, tool: Message) -> None:
 
 
 def _check_prompt(prompt: Json) -> None:
-    """Raise RequestError unless a prompt has one of its four forms: its first item decides which one is expected."""
+    """Raise RequestError unless a prompt is a text, a list of texts, a list of token ids, or a list of such lists."""
     forms = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
     if isinstance(prompt, str):
         return
@@ -431,17 +433,18 @@ def _check_prompt(prompt: Json) -> None:
         raise bad_value("prompt", prompt, forms)
     if not prompt:
         raise bad_value("prompt", prompt, f"{forms}, not empty")
-    if not isinstance(prompt[0], (str, list)):
+    first = prompt[0]
+    if not isinstance(first, (str, list)):
         _check_token_ids("prompt", prompt)
         return
     for index, item in enumerate(prompt):
-        if isinstance(prompt[0], list):
-            if not isinstance(item, list) or not item:
-                expectation = "a non-empty array of token ids, as the first item is an array"
-                raise bad_value(f"prompt[{index}]", item, expectation)
-            _check_token_ids(f"prompt[{index}]", item)
-        elif not isinstance(item, str):
-            raise bad_value(f"prompt[{index}]", item, "a string, as the first item is one")
+        if isinstance(first, str):
+            if not isinstance(item, str):
+                raise bad_value(f"prompt[{index}]", item, "a string, as the first item is one")
+            continue
+        if not isinstance(item, list) or not item:
+            raise bad_value(f"prompt[{index}]", item, "a non-empty array of token ids, as the first item is an array")
+        _check_token_ids(f"prompt[{index}]", item)
 
 
 def _check_token_ids(param: str, ids: list[Json]) -> None:

@@ -88,7 +88,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Sandbox whose templates keep a limit on their CPU time."""
+    """Jinja sandbox for chat templates, which come from strangers, with a limit on their CPU time."""
 
     context_class = RenderContext
     code_generator_class = _CodeGenerator
@@ -99,10 +99,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.tests["in_time"] = is_in_time
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`; items of dictionaries and the state of a loop without the sandbox's slow checks.
-
-        A chat of 40 messages by Qwen3's template takes 0.41 ms instead of 0.59.
-        """
+        """Return `obj.attribute`; items of dictionaries and the state of a loop without the sandbox's slow checks."""
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if type(obj) is jinja2.runtime.LoopContext and attribute in _LOOP_ATTRIBUTES:
@@ -110,37 +107,37 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return `obj[argument]`, which is an item of a dictionary more quickly than in the sandbox."""
+        """Return `obj[argument]`; items of dictionaries without the sandbox's slow checks."""
         if type(obj) is dict and type(argument) is str and argument not in _DICT_ATTRIBUTES:
             return obj[argument] if argument in obj else self.undefined(obj=obj, name=argument)
         return super().getitem(obj, argument)
 
     def compile_with_time_checks(self, source: str) -> tuple[nodes.Template, jinja2.Template]:
-        """Return the syntax tree of a template, and the template with a check of the clock in loops, macros and blocks.
+        """Compile a template that checks its CPU time in each loop, macro and block; return its syntax tree too.
 
         Raises TemplateSyntaxError, or what Python raises for code that it cannot compile.
         """
         tree = self.parse(source)
+        loops = list(tree.find_all(nodes.For))
         callees: list[nodes.Macro | nodes.Block] = [*tree.find_all(nodes.Macro), *tree.find_all(nodes.Block)]
-        for callee in callees:
-            callee.body.insert(0, nodes.ExprStmt(_make_time_check(), lineno=callee.lineno))
-        for loop in list(tree.find_all(nodes.For)):
-            loop.body.insert(0, nodes.ExprStmt(_make_time_check(), lineno=loop.lineno))
+        for node in (*callees, *loops):
+            node.body.insert(0, nodes.ExprStmt(_make_time_check(), lineno=node.lineno))
+        for loop in loops:
             if loop.test is not None:
                 loop.test = nodes.And(_make_time_check(), loop.test, lineno=loop.lineno)
         tree.set_environment(self)
         return tree, self.from_string(tree)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `*` or `**`, single operations that could take minutes. Raises RenderLimitError for these."""
+        """Compute `left * right` or `left ** right`. Raises RenderLimitError if that could take minutes."""
         if operator == "**" and right > EXPONENT_MAX:
             raise RenderLimitError("the chat template may take too long: it computes a large power")
         for factor in (left, right):
             if isinstance(factor, int) and factor.bit_length() > NUMBER_BITS_MAX:
                 raise RenderLimitError("the chat template may take too long: it computes with a large number")
         sequence, count = (right, left) if isinstance(left, int) else (left, right)
-        is_repeated = operator == "*" and isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int)
-        if is_repeated and len(sequence) * count > REPEATED_ITEMS_MAX:
+        repeats_sequence = isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int)
+        if operator == "*" and repeats_sequence and len(sequence) * count > REPEATED_ITEMS_MAX:
             raise RenderLimitError("the chat template may take too long: it repeats a text or a list many times")
         return super().call_binop(context, operator, left, right)
 

@@ -59,35 +59,31 @@ class Tokenizer:
     ) -> None:
         """Wrap a loaded tokenizer; build the fast encoder for it, if there can be one."""
         self.hf_tokenizer = hf_tokenizer
-        """The library's tokenizer, also for incremental decoding. It must not be changed."""
+        """The tokenizer of the library `tokenizers`. It must not be changed."""
         self.chat_template = template
+
+        # Special tokens.
         self.named_tokens = named_tokens
         """Name in the config (`bos_token`, `eos_token` ...) -> text of the token."""
         self.eos_token_ids = eos_token_ids
-        """Ids that end a generation: the tokenizer's eos first, then those of generation_config, else of config."""
+        """Ids that end an answer."""
         self.bos_token_id = self._named_token_id("bos_token")
         self.eos_token_id = self._named_token_id("eos_token")
+        added_tokens = hf_tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
+
         vocabulary = hf_tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
-        self.special_ids = frozenset(
-            token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
-        )
-        self._fast_encoder: FastEncoder | None = None
-        """None: texts are encoded by the library `tokenizers`, which is slower."""
-        if with_fast_encoder:
-            encoder_or_problem = build_fast_encoder(hf_tokenizer)
-            if isinstance(encoder_or_problem, FastEncoder):
-                self._fast_encoder = encoder_or_problem
-            else:
-                log.info("texts are encoded by the slower library `tokenizers`: %s", encoder_or_problem)
+        self._fast_encoder = _build_fast_encoder(hf_tokenizer) if with_fast_encoder else None
+        """None if texts are encoded by the library `tokenizers`, which is slower."""
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None, *, with_fast_encoder: bool = True) -> Tokenizer:
-        """Load the tokenizer of a checkpoint's folder. Raises TokenizerError.
+        """Load the tokenizer and the chat template of a checkpoint's folder. Raises TokenizerError.
 
-        `chat_template` replaces the model's own template; it is a file's path, or the template's text.
-        `with_fast_encoder`: also build the fast encoder, which takes about a second for a large vocabulary.
+        `chat_template`: the text of a template that replaces the model's own, or the path of its file.
+        `with_fast_encoder`: whether to build the fast encoder too, which takes a second for a large vocabulary.
         """
         folder = Path(path)
         hf_tokenizer = _load_hf_tokenizer(folder)
@@ -173,8 +169,16 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
 
+def _build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | None:
+    encoder_or_problem = build_fast_encoder(hf_tokenizer)
+    if isinstance(encoder_or_problem, FastEncoder):
+        return encoder_or_problem
+    log.info("texts are encoded by the slower library `tokenizers`: %s", encoder_or_problem)
+    return None
+
+
 def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
-    """Load the tokenizer.json of a checkpoint's folder. Raises TokenizerError, which says how to get one."""
+    """Load the tokenizer.json of a checkpoint's folder. Raises TokenizerError, which says how to get such a file."""
     tokenizer_path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
@@ -182,8 +186,9 @@ def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
         other_formats = [path for pattern in ("*.model", "*.gguf", "tekken.json") for path in folder.glob(pattern)]
         if not other_formats:
             raise TokenizerError(f"{folder}: no tokenizer.json; give a folder that has one, --tokenizer FOLDER")
+        names = ", ".join(sorted(path.name for path in other_formats))
         raise TokenizerError(
-            f"{folder}: has {', '.join(sorted(path.name for path in other_formats))} but no tokenizer.json; convert it "
+            f"{folder}: has {names} but no tokenizer.json; convert it "
             f"once with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
         )
     try:
@@ -235,26 +240,26 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
 def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Add the tokens of tokenizer_config.json that tokenizer.json lacks, in their order, which decides their ids.
 
-    Returns the texts of the named tokens, such as {"bos_token": "<s>"}. Raises TokenizerError if the added tokens are
-    malformed.
+    Return the texts of the named tokens, such as {"bos_token": "<s>"}. Raises TokenizerError for malformed tokens.
     """
     token_settings = dict(config)
     if not isinstance(config.get("added_tokens_decoder"), dict):  # an older checkpoint has its named tokens elsewhere
         token_settings.update(_read_json(folder / "special_tokens_map.json"))
     text_by_name = {name: _read_token_text(token_settings.get(name)) for name in _NAMED_TOKENS}
     named_tokens = {name: text for name, text in text_by_name.items() if text is not None}
-    special_values = [*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)]
-    # A special token that is also among the objects has the flags of its object, which tells more.
+
+    # Tokens as objects with flags come first: if a special token is listed twice, these flags count.
     tokens = [_make_added_token(value, special=False) for value in _list_token_objects(config, folder)]
-    tokens += [
-        _make_added_token(value, special=True) for value in special_values if _read_token_text(value) is not None
-    ]
+    for value in (*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)):
+        if _read_token_text(value) is not None:
+            tokens.append(_make_added_token(value, special=True))
+
     existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
     for token in tokens:
         if token.content not in existing_texts:
             existing_texts.add(token.content)
-            add = hf_tokenizer.add_special_tokens if token.special else hf_tokenizer.add_tokens
-            add([token])
+            add_tokens = hf_tokenizer.add_special_tokens if token.special else hf_tokenizer.add_tokens
+            add_tokens([token])
     return named_tokens
 
 
@@ -280,20 +285,23 @@ def _list_extra_tokens(token_settings: dict[str, Any]) -> list[Any]:
 def _load_template(
     folder: Path, config: dict[str, Any], override: str | None, named_tokens: dict[str, str]
 ) -> ChatTemplate | None:
-    """Load the chat template of a checkpoint, or `override` instead of it; None if it has none.
+    """Load the chat template of a checkpoint's folder, or `override` instead; None if there is none.
 
-    Files `*.jinja` take precedence over the tokenizer_config, and this over chat_template.json. Raises TokenizerError
-    or ChatTemplateError for a malformed template.
+    Files `*.jinja` take precedence over tokenizer_config.json (`config`), and this over chat_template.json. Raises
+    TokenizerError or ChatTemplateError for a malformed template.
     """
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
+
     template_paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     template_by_name = {path.stem: _read_text(path) for path in template_paths}
     if (folder / "chat_template.jinja").is_file():
         template_by_name["default"] = _read_text(folder / "chat_template.jinja")
+    if list(template_by_name) == ["default"]:
+        return ChatTemplate(template_by_name["default"], named_tokens)
     if template_by_name:
-        is_only_one = list(template_by_name) == ["default"]
-        return ChatTemplate(template_by_name["default"] if is_only_one else template_by_name, named_tokens)
+        return ChatTemplate(template_by_name, named_tokens)
+
     templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if templates is None:
         return None
@@ -368,9 +376,9 @@ def _read_stamp(path: Path) -> tuple[int, int]:
 
 
 def find_checkpoint_folder(name: str) -> Path | None:
-    """Return the folder of a checkpoint on this machine, given its path or its name in the Hugging Face cache.
+    """Return the folder of a checkpoint, given its path or its name in the Hugging Face cache; None if it is not here.
 
-    None if it is not here. Nothing is downloaded.
+    Nothing is downloaded.
     """
     try:
         path = Path(name).expanduser()
@@ -378,8 +386,9 @@ def find_checkpoint_folder(name: str) -> Path | None:
             return path
     except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home, a zero byte
         return None
-    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"
+    hf_home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache_folder = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub").expanduser()
+    repository = cache_folder / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, ValueError):

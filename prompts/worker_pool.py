@@ -71,12 +71,14 @@ class WorkerProcess:
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """Compute `work(setup_result, *arguments)` in the worker process, and return the result.
 
-        `work` must be a function of a module, so that it can be pickled. A RequestError of `work` is raised here too.
-        Raises WorkerProcessError if the call takes longer than `seconds_max`, or if the process dies.
+        `work`: function of a module, so that it can be pickled. `setup_result`: what the setup function of the process
+        returned. A RequestError of `work` is raised here too. Raises WorkerProcessError if the call takes longer than
+        `seconds_max`, or if the process dies.
         """
-        # A thread sends the arguments and receives the result, because both may be large.
+        alarm_s = math.ceil(seconds_max) + ALARM_MARGIN_S  # the process ends itself then, if this one cannot kill it
+        task = (alarm_s, work, arguments)
+        # A thread sends the task and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
-        task = (math.ceil(seconds_max) + ALARM_MARGIN_S, work, arguments)
         future = loop.run_in_executor(self._executor, self._send_and_receive, task, self._kill_count)
         try:
             rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
@@ -92,18 +94,20 @@ class WorkerProcess:
     def _send_and_receive(self, task: object, kill_count_at_call: int) -> _TaskResult:
         """Send a task to the child process, which is started if there is none, and wait for the result.
 
-        A child reads pickles from its socket: once the setup message, then tasks; it answers each task with a result.
-        Raises EOFError or OSError if the child ends. Raises EOFError if `kill` was called since `_kill_count` was
-        `kill_count_at_call`: this call was given up before its thread began, and the child may belong to the next call.
+        A child reads pickles from its socket: once the setup message, then tasks. It answers each task with a result.
+        `kill_count_at_call`: `_kill_count` when this call was made. If the count has grown, the call was given up while
+        it waited for a thread. Raises EOFError then, and EOFError or OSError if the child ends.
         """
         with self._start_lock:
             if self._kill_count != kill_count_at_call:
                 raise EOFError("killed before it was started")
-            ended_stream, needs_child = self._stream, self.child is None or self.child.poll() is not None
+            ended_stream = None
+            needs_child = self.child is None or self.child.poll() is not None
             if needs_child:
+                ended_stream = self._stream
                 self._start()
             stream = self._stream
-        # Sockets are used without the lock: they may block until `kill`, which needs the lock, ends the child.
+        # The socket is used without the lock: it may block until the child is killed, and `kill` needs the lock.
         if needs_child:
             _close_stream(ended_stream)
             pickle.dump(self._setup_message, stream)
@@ -153,10 +157,10 @@ class WorkerPool:
         """Calls that wait for a process, by tenant, the next one first."""
 
     async def run(self, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
-        """Wait for a free process, call `work` with it, and return the result.
+        """Wait for a free worker process, call `work` with it, and return the result. Tenants take turns.
 
-        Tenants take turns. The process is killed if `work` is cancelled, or if it raises another error than
-        RequestError.
+        The process is killed if `work` is cancelled or raises another error than RequestError, and if it has too little
+        memory left for another call.
         """
         process = await self._acquire(tenant)
         is_reusable = False
@@ -213,16 +217,16 @@ class WorkerPool:
 
 
 def main(fd: int) -> int:
-    """Run tasks in a worker process until the parent process closes its socket; return the exit status.
+    """Run tasks in a worker process until the parent process closes its socket `fd`; return the exit status.
 
-    The first message on the socket has the memory limit and the setup function; each later one is a task.
+    The first message on the socket has the memory limit and the setup function; each later message is a task.
     """
     os.nice(NICE)
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:
         try:
             memory_bytes, (setup, setup_arguments) = pickle.load(stream)
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps
             setup_result = setup(*setup_arguments)
             while True:
                 _serve_task(stream, setup_result, memory_bytes)

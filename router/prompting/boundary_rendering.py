@@ -30,7 +30,7 @@ from router.prompting.placeholder_messages import (
 from router.prompting.turn_memo import PlainTurn, TurnKey, TurnPieces, find_pieces, read_plain_turn
 
 PIECES_MAX = 1024
-"""Most turns whose pieces are remembered; all are dropped when there are more."""
+"""Most entries of `_pieces_by_key`; all are dropped when there are more."""
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
@@ -60,38 +60,40 @@ class BoundaryRenderer:
         """Turn -> what the template writes around its texts; None if it changes these texts."""
 
     def render_new(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> RenderedMessages | None:
-        """Render the new messages of a conversation, those after the cached ones.
+        """Render the new messages of a conversation, but not the earlier messages, of which the token ids are cached.
 
-        `rendered` has the short placeholders that stand for the cached messages. The memo may know the text around a
-        few plain texts. None if the template refuses the messages, or may have written the text before the boundary in
-        another way.
+        `prefix`: short placeholder messages and their text, in place of the earlier messages. Return None if the
+        template refuses the messages, or if the new ones may change what it writes for the earlier ones.
         """
-        turn = None if rendered.has_late_system else self._read_plain_turn(rendered, inputs, messages)
+        turn = None if prefix.has_late_system else self._read_plain_turn(prefix, inputs, messages)
         pieces = None if turn is None else self._pieces_by_key.get(turn.key)
         if turn is not None and pieces is not None:
             text: str | None = pieces.fill(turn.texts)
         else:
-            text = self._render_after(rendered, inputs, messages)
+            text = self._render_after(prefix, inputs, messages)
             if turn is not None and text is not None and turn.key not in self._pieces_by_key:
-                pieces = find_pieces(turn, text, partial(self._render_after, rendered, inputs))
-                if len(self._pieces_by_key) >= PIECES_MAX:
-                    self._pieces_by_key.clear()
-                self._pieces_by_key[turn.key] = pieces
+                pieces = find_pieces(turn, text, partial(self._render_after, prefix, inputs))
+                self._store_pieces(turn.key, pieces)
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
-        return RenderedMessages(self, rendered, inputs, messages, text, turn, pieces)
+        return RenderedMessages(self, prefix, inputs, messages, text, turn, pieces)
+
+    def _store_pieces(self, key: TurnKey, pieces: TurnPieces | None) -> None:
+        if len(self._pieces_by_key) >= PIECES_MAX:
+            self._pieces_by_key.clear()
+        self._pieces_by_key[key] = pieces
 
     def _read_plain_turn(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> PlainTurn | None:
-        """Return messages as the memo takes them; None if the template may change their texts."""
+        """Return the texts of messages, and the key of `_pieces_by_key`; None if the template may change the texts."""
         template_source = self._select_source(inputs.chat)
         return read_plain_turn(
             messages,
             find_template_markers(template_source),
-            prefix_digest=rendered.digest,
+            prefix_digest=prefix.digest,
             inputs_digest=inputs.digest,
             clock=self.template.read_clock(template_source),
         )
@@ -100,42 +102,46 @@ class BoundaryRenderer:
         return self.template.select_source(has_tools=chat.tools is not None)
 
     def _render_after(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> str | None:
         """Return what the template writes for messages after placeholders.
 
         None if it refuses the messages, or if it writes the placeholders in another way than before, or a second time.
         """
-        short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
-        if short_text is None or not short_text.startswith(rendered.text):
+        whole_text = self._render(prefix.placeholders, inputs, messages, has_late_system=prefix.has_late_system)
+        if whole_text is None or not whole_text.startswith(prefix.text):
             return None
-        text = short_text[len(rendered.text) :]
+        text = whole_text.removeprefix(prefix.text)
         return None if FILLER in text or SYSTEM_FILLER in text else text
 
-    def cut(self, before: RenderedMessages, count: int) -> RenderedMessages | None:
-        """Cut a text after the first `count` messages, and return the messages after them; None if it cannot be cut.
+    def cut_after(self, before: RenderedMessages, count: int) -> RenderedMessages | None:
+        """Cut rendered messages after the first `count`; return the later messages with their part of the text.
 
-        They are rendered after short placeholders too: `<user>A long question<user>Why?` becomes
-        `<user>qz7vkx<user>Why?`. Both end with `<user>Why?`. So the template writes the last messages regardless of the
-        texts before them, and the text can be cut there.
+        The later messages are rendered once more, after short placeholders for the first ones:
+        `<user>A long question<user>Why?` becomes `<user>qz7vkx<user>Why?`. Their common end `<user>Why?` does not
+        depend on earlier texts, so the text is cut within it. Return None if there is no place for a cut.
         """
-        inputs, messages, text = before.inputs, before.messages[count:], before.text
+        prefix, inputs, later_messages = before.prefix, before.inputs, before.messages[count:]
         markers = find_template_markers(self._select_source(inputs.chat))
-        placeholders = before.rendered.placeholders.extend(before.messages[:count], markers)
+        placeholders = prefix.placeholders.extend(before.messages[:count], markers)
         if placeholders is None:
             return None
-        has_late_system = before.rendered.has_late_system
-        short_text = self._render(placeholders, inputs, messages, has_late_system=has_late_system) or ""
-        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
+        has_late_system = prefix.has_late_system
+        short_text = self._render(placeholders, inputs, later_messages, has_late_system=has_late_system) or ""
+        ends_with_system = short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER)
+        if ends_with_system and not has_late_system:
             has_late_system = True
-            short_text = self._render(placeholders, inputs, messages, has_late_system=True) or ""
-        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - _count_common_end(text, short_text))
-        if not position or len(short_text) <= len(text) - position:
+            short_text = self._render(placeholders, inputs, later_messages, has_late_system=True) or ""
+        common_end_start = len(before.text) - _count_common_end(before.text, short_text)
+        position = self.tokenizer.cut_tokens.find_cut(before.text, common_end_start)
+        if not position:
             return None
-        text_after = text[position:]
-        placeholder_text = short_text[: len(short_text) - len(text_after)]
-        rendered = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
-        return RenderedMessages(self, rendered, inputs, messages, text_after)
+        later_text = before.text[position:]
+        placeholder_text = short_text.removesuffix(later_text)
+        if not placeholder_text:
+            return None
+        later_prefix = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
+        return RenderedMessages(self, later_prefix, inputs, later_messages, later_text)
 
     def _render(
         self,
@@ -147,63 +153,58 @@ class BoundaryRenderer:
     ) -> str | None:
         """Render messages after placeholders, which are short messages in place of the earlier ones.
 
-        The first placeholder stands for the system text, and the tools are replaced too. With `has_late_system`, the
-        template may write the system text and the tools after the earlier messages, so it is given the real system
-        text and tools. Return None if the template refuses the messages, or may take too long.
+        A placeholder stands for the system text too, and for the tools, unless `has_late_system`: the template may
+        write these after the earlier messages. Return None if the template refuses the messages, or may take too long.
         """
         if not self.template.is_bounded:
             return None
-        chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
-        tools = chat.tools
-        if has_late_system:
-            if is_system_message(inputs.first_message):
-                all_messages[0] = inputs.first_message
-        elif tools:
+        all_messages = [*placeholders.messages, *messages]
+        if has_late_system and is_system_message(inputs.first_message):
+            all_messages[0] = inputs.first_message
+        tools = inputs.chat.tools
+        if tools and not has_late_system:
             tools = _PLACEHOLDER_TOOLS
         try:
-            return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
+            return render_chat(self.template, inputs.chat.replace(messages=all_messages, tools=tools))
         except RequestError:
             return None
 
 
 class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
-    """The messages of a conversation after a boundary, and their text, which can be cut for the next turn.
+    """The last messages of a conversation, and the text that the chat template writes for them.
 
-    If they are not the whole conversation, placeholders stand for the messages before them.
+    The text can be cut between two messages, so that the next turn of the conversation is rendered from there on.
     """
 
     renderer: BoundaryRenderer
-    rendered: RenderedPlaceholders
-    """Placeholders for the messages before these."""
+    prefix: RenderedPlaceholders
+    """Short placeholders that were rendered in place of the earlier messages; none for a whole conversation."""
     inputs: TemplateInputs
     messages: list[Message]
     text: str
-    """Text of the prompt after the boundary."""
+    """Text of the prompt from the first of these messages on."""
     turn: PlainTurn | None = None
-    """The messages as the memo takes them; None if it does not."""
+    """Texts of the messages; None if the template may change these texts."""
     pieces: TurnPieces | None = None
-    """Pieces that the memo has for the turn; None if it has none."""
+    """Text that the template writes around the texts of `turn`; None if it is not known."""
 
-    def cut(self, count: int) -> RenderedMessages | None:
-        """Return the messages after the first `count`, with their part of the text; None if the text cannot be divided.
+    def cut_after(self, count: int) -> RenderedMessages | None:
+        """Return the messages after the first `count`, with their part of the text; None if the text cannot be cut.
 
-        A cut that was found by rendering is stored in `pieces`. Other messages with the same `turn.key` share these
-        pieces, and are cut without rendering.
+        A cut that was found by rendering is stored in `pieces`, by which equal turns with other texts are cut at once.
         """
         turn, pieces = self.turn, self.pieces
         if turn is None or pieces is None:
-            return self.renderer.cut(self, count)
+            return self.renderer.cut_after(self, count)
         stored_cut = pieces.cuts.get(count)
-        if stored_cut is not None:
-            later_messages, later_texts = self.messages[count:], turn.texts[count:]
-            text_start = len(self.text) - stored_cut.fixed_chars - sum(map(len, later_texts))
-            return RenderedMessages(
-                self.renderer, stored_cut.rendered, self.inputs, later_messages, self.text[text_start:]
-            )
-        after = self.renderer.cut(self, count)
-        if after is not None and not after.rendered.has_late_system:
-            pieces.add_cut(turn.texts, count, len(after.text), after.rendered)
-        return after
+        if stored_cut is None:
+            later = self.renderer.cut_after(self, count)
+            if later is not None and not later.prefix.has_late_system:
+                pieces.add_cut(turn.texts, count, len(later.text), later.prefix)
+            return later
+        later_chars = stored_cut.template_chars + sum(map(len, turn.texts[count:]))
+        later_text = self.text[len(self.text) - later_chars :]
+        return RenderedMessages(self.renderer, stored_cut.prefix, self.inputs, self.messages[count:], later_text)
 
 
 def _count_common_end(first: str, second: str) -> int:

@@ -46,33 +46,32 @@ _DECODED_BYTES_PER_BYTE = 4
 
 
 class Boundary(msgspec.Struct, frozen=True, eq=False):
-    """A place between two messages, at which a body and the tokens of its prompt can be cut.
+    """A place between two messages of a request body, at which the token ids of its prompt can be cut too.
 
-    A later body that is equal up to there has the same tokens up to there. All numbers count what is before it.
+    A later body with the same bytes before this place has the same token ids before it.
     """
 
     body_end: int
-    """Bytes of the body before it."""
+    """Bytes of the body before the boundary."""
     message_count: int
-    """Messages of the chat before it."""
+    """Messages of the chat before the boundary."""
     token_count: int
-    """Token ids of the prompt before it."""
+    """Token ids of the prompt before the boundary."""
     char_count: int
-    """Characters of the prompt's text before it."""
-    rendered: RenderedPlaceholders
-    """Placeholders for the messages before it."""
+    """Characters of the prompt's text before the boundary."""
+    prefix: RenderedPlaceholders
+    """Short placeholder messages that are rendered in place of the messages before the boundary."""
     starts_turn: bool
-    """Whether the next message was the user's."""
+    """Whether the message after the boundary was the user's."""
     trailing_count: int
-    """Messages after it in the body for which it was made."""
+    """Messages after the boundary in the body for which it was made."""
 
 
 class CachedConversation(msgspec.Struct, eq=False):
-    """Cache entry of one conversation: the token ids of its last prompt, and its boundaries.
+    """Cached token ids of a conversation's last prompt, with boundaries up to which later requests can use them.
 
-    A boundary is a place between two messages. A later body that is equal up to a boundary uses the ids before it, and
-    only its further messages are tokenised, if it gives the template the same other inputs. An entry is not changed
-    once it is in the cache.
+    A boundary is a place between two messages. If a later body is equal up to a boundary, and gives the chat template
+    the same other inputs, only its messages after the boundary are tokenised. Not changed once it is in the cache.
     """
 
     kind: ApiKind
@@ -81,20 +80,17 @@ class CachedConversation(msgspec.Struct, eq=False):
     inputs_digest: bytes
     """Digest of the template's inputs besides the messages in the body's array, such as tools and options."""
     first_message: Message
-    """The chat's first message, which templates may write late if it is the system's."""
+    """First message of the chat. If it is a system message, templates may write it after later messages."""
     outline: Outline | None
     """Fingerprints of the messages up to the last boundary, and of the tools; None if nobody compares prompts."""
     boundaries: list[Boundary]
-    """Boundaries in the order of their offsets."""
+    """In the order of their offsets."""
     token_ids: array[int]
     """Token ids of the prompt, at least up to the last boundary."""
     chat: RoutingRequest | None
-    """The request without its messages; None if the body is not in OpenAI's format.
-
-    A body that begins as this one and has the same `end_json` has the same fields, so only its messages are parsed.
-    """
+    """The request without its messages; None if the body is not in OpenAI's format."""
     end_json: bytes = b""
-    """The body after its messages, their closing bracket included, such as `], "stream": true}`."""
+    """The body after its messages, such as `], "stream": true}`. If it is equal, only new messages are parsed."""
     keeps_messages_as_sent: bool = False
     """Whether the template got the messages as the client sent them (`ChatTemplate.keeps_messages_as_sent`)."""
     model: str = ""
@@ -113,7 +109,7 @@ class CachedConversation(msgspec.Struct, eq=False):
         size_bytes += self.prepared_prompt_bytes + 1000
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
-        size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
+        size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.prefix.text) for boundary in self.boundaries])
         if self.chat is not None:
             end_bytes = len(self.end_json)
             size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)
@@ -132,7 +128,7 @@ class BoundaryLocation(NamedTuple):
 
 
 class ConversationCache:
-    """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
+    """Cached conversations of one process, found by the first bytes of a body; the least recently used is dropped.
 
     Digests of a body up to every boundary would cost too much. So a boundary is stored under the digest of the longest
     prefix before it that has a length in PREFIX_LENGTHS. The bytes after that prefix are compared by a second digest.
@@ -152,19 +148,20 @@ class ConversationCache:
         return len(self._locations_by_conversation)
 
     def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
-        """Return boundaries up to which a cached body and this one have equal bytes, the furthest first.
+        """Find the cached conversations that a body continues: where it is equal to cached bodies, the furthest first.
 
-        There are at most BOUNDARIES_MAX.
+        `kind`: API of the body. Return at most BOUNDARIES_MAX places, each between two messages.
         """
         matches: list[BoundaryLocation] = []
         keys = self._digest_prefixes(body, len(body))
-        known_prefixes = sorted(map(keys.index, self._locations_by_key.keys() & keys), reverse=True)
-        for i in known_prefixes[:KEYS_MAX]:
+        cached_keys = self._locations_by_key.keys() & keys
+        prefix_indices = sorted(map(keys.index, cached_keys), reverse=True)
+        for prefix_index in prefix_indices[:KEYS_MAX]:
             equal_locations = [
                 location
-                for location in self._locations_by_key[keys[i]]
+                for location in self._locations_by_key[keys[prefix_index]]
                 if location.conversation.kind == kind
-                and location.digest == self._digest_rest(body, i, location.boundary)
+                and location.digest == self._digest_rest(body, prefix_index, location.boundary)
             ]
             equal_locations.sort(key=lambda location: location.boundary.body_end)
             matches += reversed(equal_locations)
@@ -193,23 +190,24 @@ class ConversationCache:
     def store(
         self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
     ) -> None:
-        """Store the entry of a body, in place of `predecessor`, if it continues that.
+        """Store the conversation that was read from a body. It replaces `predecessor`, of which it is a later turn.
 
-        An entry that needs more than a quarter of the memory is not stored. If the memory is full, the least recently
-        used entries are dropped; if many boundaries share a digest, the oldest of them.
+        A conversation of more than a quarter of the cache is not stored. If the cache is full, the least recently used
+        conversations are dropped; if too many boundaries share a key, the oldest of them.
         """
         if predecessor is not None:
             self._drop(predecessor)
-        size_bytes, locations = conversation.memory_bytes, self._locate(conversation, body)
+        size_bytes = conversation.memory_bytes
+        locations = self._locate(conversation, body)
         if size_bytes > self.max_bytes // 4 or not locations:
             return
         self._locations_by_conversation[conversation] = locations
         self.used_bytes += size_bytes
         for location in locations:
-            neighbours = self._locations_by_key.setdefault(location.key, [])
-            neighbours.append(location)
-            if len(neighbours) > LOCATIONS_MAX:
-                self._drop(neighbours[0].conversation)
+            locations_of_key = self._locations_by_key.setdefault(location.key, [])
+            locations_of_key.append(location)
+            if len(locations_of_key) > LOCATIONS_MAX:
+                self._drop(locations_of_key[0].conversation)
         while self.used_bytes > self.max_bytes:
             self._drop(next(iter(self._locations_by_conversation)))
 
@@ -237,9 +235,9 @@ class ConversationCache:
             return
         self.used_bytes -= conversation.memory_bytes
         for key in {location.key for location in locations}:
-            neighbours = self._locations_by_key[key]
-            neighbours[:] = [location for location in neighbours if location.conversation is not conversation]
-            if not neighbours:
+            locations_of_key = self._locations_by_key[key]
+            locations_of_key[:] = [other for other in locations_of_key if other.conversation is not conversation]
+            if not locations_of_key:
                 del self._locations_by_key[key]
 
     def check_invariants(self) -> None:

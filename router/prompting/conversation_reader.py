@@ -79,10 +79,10 @@ class ConversationReader:
         return matches
 
     def read_continuation(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
-        """Continue a cached conversation by a body, of which only the part after their common boundary is read.
+        """Tokenise a body that continues a cached conversation, by reading only its new messages.
 
-        `matches`: boundaries up to which the body is equal to cached ones, the furthest first. The first that can be
-        used is taken; None if the body must be read whole. Thread-safe.
+        `matches`: places between messages up to which the body is equal to a cached body, the furthest first. The first
+        usable place is taken. Return None if the body must be read whole. Thread-safe.
         """
         model = matches[0].conversation.model
         renderer = self.get_renderer(model)
@@ -91,7 +91,8 @@ class ConversationReader:
         for match in matches:
             if match.conversation.model != model:
                 continue
-            is_furthest = match is matches[0]  # then the bodies differ before the cached one's next boundary
+            # The bodies differ soon after the furthest match, or the cached body's next boundary would match too.
+            is_furthest = match is matches[0]
             continuation = continue_conversation(
                 match.conversation, match.boundary, body, renderer, differs_before_next=is_furthest
             )

@@ -49,10 +49,12 @@ TRAILING_MESSAGES = 3
 MESSAGES_MIN = 2
 """Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
 _START = Boundary(
-    body_end=0, message_count=0, token_count=0, char_count=0, rendered=NO_PLACEHOLDERS, starts_turn=False,
+    body_end=0, message_count=0, token_count=0, char_count=0, prefix=NO_PLACEHOLDERS, starts_turn=False,
     trailing_count=0,
 )  # fmt: skip
-"""The boundary of a body that was read whole."""
+"""The start of a conversation."""
+_SEARCHED_BYTES = 256
+"""Bytes of an array by which it is found in its body."""
 _SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
 """Message in a body in place of all messages before a boundary."""
 _SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
@@ -62,10 +64,10 @@ _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
-    """A body's array of messages: its place and its bytes."""
+    """The JSON array of messages in a request body: its offset and its bytes."""
 
     start: int
-    """Offset in the body."""
+    """Offset of the opening bracket in the body."""
     json: bytes
 
     @property
@@ -75,24 +77,24 @@ class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
 
     def find_message_ends(self) -> list[int]:
         """Return the offsets in the body at which the messages end."""
-        position, ends = 1, list[int]()
-        for item in _items_decoder.decode(self.json):
+        ends: list[int] = []
+        position = 1  # after the opening bracket
+        for message_json in _items_decoder.decode(self.json):
             while self.json[position] in b" \t\r\n,":
                 position += 1
-            position += len(memoryview(item))
+            position += len(memoryview(message_json))
             ends.append(self.start + position)
         return ends
 
 
 class _BodyTail(msgspec.Struct, frozen=True, eq=False):
-    """The messages of a body after a boundary, and the other fields of the body.
+    """The new messages of a request body, and its other fields.
 
-    The boundary is a place between two messages up to which the body is equal to a cached one. The messages before it
-    are not read again.
+    The body is equal to a cached body up to a boundary between two messages. Messages before it are not read again.
     """
 
     request: RoutingRequest
-    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
+    """The body's request, without the messages before the boundary."""
     chat: RoutingRequest
     """The request as a chat, which the template renders. For a body in OpenAI's format it is `request` itself."""
     messages: list[Message]
@@ -111,52 +113,54 @@ class _Cut(NamedTuple):
     """A place between two messages at which a body and the text of its prompt can be cut for the next turn."""
 
     rendered: RenderedMessages
-    """Messages and text after a boundary, or of the whole body."""
+    """The messages that are cut, with their text: the whole conversation, or its part after an earlier boundary."""
     after: RenderedMessages
-    """The messages after the place, and their text."""
+    """The messages after the cut, with their text."""
     body_end: int
-    """Offset in the body."""
+    """Offset of the cut in the body."""
     trailing_count: int
-    """Messages of the body after the place."""
+    """Messages of the body after the cut."""
 
-    def make_boundary(self, start: Boundary, token_count: int) -> Boundary:
-        """Make the boundary at this place. `start` is the one before `rendered`, and `token_count` its tokens."""
+    def make_boundary(self, previous_boundary: Boundary, token_count: int) -> Boundary:
+        """Make the boundary at this cut.
+
+        `previous_boundary`: where the messages that are cut begin. `token_count`: tokens of the prompt before the cut.
+        """
+        cut_message_count = len(self.rendered.messages) - len(self.after.messages)
+        cut_char_count = len(self.rendered.text) - len(self.after.text)
         return Boundary(
             body_end=self.body_end,
-            message_count=start.message_count + len(self.rendered.messages) - len(self.after.messages),
+            message_count=previous_boundary.message_count + cut_message_count,
             token_count=token_count,
-            char_count=start.char_count + len(self.rendered.text) - len(self.after.text),
-            rendered=self.after.rendered,
+            char_count=previous_boundary.char_count + cut_char_count,
+            prefix=self.after.prefix,
             starts_turn=self.after.messages[0].get("role") == "user",
             trailing_count=self.trailing_count,
         )
 
 
 class Continuation(msgspec.Struct, eq=False):
-    """The whole prompt of a body that continues a cached conversation.
-
-    It was made of the cached token ids before `boundary` and of the newly read `tail`.
-    """
+    """The prompt of a request that continues a cached conversation: cached token ids, and those of its new messages."""
 
     conversation: CachedConversation
     boundary: Boundary
+    """Place between two messages up to which the request and the conversation are equal."""
     tail: _BodyTail
+    """The messages after the boundary."""
     token_ids: array[int]
+    """Token ids of the whole prompt."""
     char_count: int
-    """Characters of the prompt's text."""
+    """Characters of the whole prompt's text."""
     successor: CachedConversation | None = None
-    """Conversation to be cached instead of `conversation`, or beside it."""
+    """Cache entry of this request, for the next turn."""
 
     @property
     def predecessor(self) -> CachedConversation | None:
-        """The conversation that `successor` replaces."""
+        """The cached conversation that `successor` replaces; None if both stay in the cache."""
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
 
     def outline(self) -> Outline | None:
-        """Outline the whole chat; None if the new part depends on the template, as a late system message does.
-
-        None also if the cached messages were not outlined.
-        """
+        """Return fingerprints of all messages; None if the cached ones have none, or a template may change new ones."""
         if _depends_on_template(self.tail.request):
             return None
         return _extend_outline(self.conversation.outline, self.boundary, self.tail.messages)
@@ -173,10 +177,10 @@ def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
 def cache_conversation(
     request: RoutingRequest, body: bytes, prompt: RenderedPrompt, outline: Outline | None, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
-    """Make the cache entry of a body that was read whole, so that the next turn can be read from its end on.
+    """Make the cache entry of a body that was read whole, so that for its next turn only new messages are read.
 
-    `prompt`: prompt of the body. `outline`: outline of its messages, if one was made. Return None if the prompt depends
-    on more than its text, or if the text has no place after a message where it may be cut.
+    `prompt`: prompt of the body. `outline`: fingerprints of its messages, if they were made. Return None if the token
+    ids depend on more than the prompt's text, or if the text cannot be cut between two messages.
     """
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
@@ -184,10 +188,13 @@ def cache_conversation(
     messages_array = _locate_messages(body, raw_fields_decoder.decode(body))
     if messages_array is None:
         return None
+
     messages = chat.messages
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
-    inputs_digest = _digest_inputs(renderer.template, chat, int(has_system_field and is_system_message(messages[0])))
+    system_message_count = 1 if has_system_field and is_system_message(messages[0]) else 0
+    inputs_digest = _digest_inputs(renderer.template, chat, system_message_count)
     inputs = TemplateInputs(chat, inputs_digest, messages[0])
+
     rendered = RenderedMessages(renderer, NO_PLACEHOLDERS, inputs, messages, prompt.text)
     token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
@@ -211,24 +218,26 @@ def cache_conversation(
 def _make_first_boundaries(
     request: RoutingRequest, message_ends: list[int], rendered: RenderedMessages, token_ids: array[int]
 ) -> list[Boundary]:
-    """Return the boundaries of a body that was read whole, in ascending order.
+    """Return the boundaries of a body that was read whole: places after a message at which the next turn may continue.
 
-    A boundary is a place after a message up to which the next request may be equal. `message_ends` are the offsets in
-    the body at which its messages end. `rendered` has all messages and the text of the prompt, whose ids are
-    `token_ids`.
+    `message_ends`: offsets in the body at which its messages end. `rendered`: all messages with the text of the prompt,
+    whose ids are `token_ids`. The boundaries are in ascending order.
     """
-    message_count_min = max(1 + sum(1 for _ in takewhile(is_system_message, rendered.messages)), MESSAGES_MIN)
-    boundaries, boundary = list[Boundary](), _START
+    system_count = sum(1 for _ in takewhile(is_system_message, rendered.messages))
+    message_count_min = max(system_count + 1, MESSAGES_MIN)
+    boundaries: list[Boundary] = []
+    last_boundary = _START
     for trailing_count in _choose_trailing_counts(request, message_ends):
-        count_min = max(message_count_min - boundary.message_count, 1)
+        count_min = max(message_count_min - last_boundary.message_count, 1)
         cut = _cut_before_last(request, message_ends, rendered, trailing_count, count_min=count_min)
         if cut is None:
             continue
         tail_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
         token_count = len(token_ids) - len(tail_ids)
-        if token_ids[token_count:] == tail_ids:
-            boundary, rendered = cut.make_boundary(boundary, token_count), cut.after
-            boundaries.append(boundary)
+        if token_ids[token_count:] == tail_ids:  # the ids can be cut at the same place as the text
+            last_boundary = cut.make_boundary(last_boundary, token_count)
+            boundaries.append(last_boundary)
+            rendered = cut.after
     return boundaries
 
 
@@ -240,7 +249,7 @@ def _choose_trailing_counts(request: RoutingRequest, message_ends: list[int]) ->
     """
     message_count = len(message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
-    if request.messages is not None:  # also a boundary before the last question
+    if request.messages is not None:
         question_indices = [i for i, message in enumerate(request.messages) if message.get("role") == "user"]
         trailing_counts.add(message_count - max(question_indices, default=0))
     return sorted((count for count in trailing_counts if 0 < count < message_count), reverse=True)
@@ -256,17 +265,21 @@ def _cut_before_last(
 ) -> _Cut | None:
     """Cut a body and the text of its prompt before the last `trailing_count` messages of the body.
 
-    Return None if the text cannot be cut there, or if fewer than `count_min` messages of the chat come before.
-    `message_ends` and `rendered` belong to the messages after a boundary, or to all messages.
+    `message_ends`: offsets in the body at which messages end. `rendered`: the chat messages to be cut, with their text.
+    Return None if the text cannot be cut there, or if fewer than `count_min` chat messages come before the cut.
     """
     if trailing_count >= len(message_ends):
         return None
-    after_count = trailing_count
+    later_count = trailing_count
     if isinstance(request.source, MessagesRequest):  # a message may become several of the chat, or none
-        after_count = len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
-    count = len(rendered.messages) - after_count
-    after = rendered.cut(count) if after_count and count >= count_min else None
-    return None if after is None else _Cut(rendered, after, message_ends[-trailing_count - 1], trailing_count)
+        later_count = len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
+    earlier_count = len(rendered.messages) - later_count
+    if later_count == 0 or earlier_count < count_min:
+        return None
+    after = rendered.cut_after(earlier_count)
+    if after is None:
+        return None
+    return _Cut(rendered, after, body_end=message_ends[-trailing_count - 1], trailing_count=trailing_count)
 
 
 def continue_conversation(
@@ -281,31 +294,34 @@ def continue_conversation(
 
     Only the messages after it are rendered and encoded; their ids are appended to the cached ones. Return None if more
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
-    `differs_before_next`: the body is known to differ from the cached one before the boundary after this one.
+    `differs_before_next`: the body is known to differ from the cached one before the cached one's next boundary.
     """
-    tail = _read_chat_tail(conversation, boundary, body, renderer.template) or _read_tail(
-        conversation, boundary, body, renderer.template
-    )
+    template, tokenizer = renderer.template, renderer.tokenizer
+    tail = _read_chat_tail(conversation, boundary, body, template)
+    if tail is None:
+        tail = _read_tail(conversation, boundary, body, template)
     if tail is None or tail.inputs_digest != conversation.inputs_digest:
         return None
     if conversation.kind == "messages" and not tail.messages:
-        return None  # a last message of the assistant would be continued, and a cached one was not the last
+        return None  # the assistant's last message would be continued, which the cached ids do not allow
     inputs = TemplateInputs(tail.chat, tail.inputs_digest, conversation.first_message)
-    rendered = renderer.render_new(boundary.rendered, inputs, tail.messages)
+    rendered = renderer.render_new(boundary.prefix, inputs, tail.messages)
     if rendered is None:
         return None
-    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
+
+    # Choose a boundary for the next turn, and encode the text before and after it, to count the tokens before it.
     changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
+    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
     cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages) if has_grown else None
-    # The text is encoded in two parts to count the tokens before the next boundary.
-    text, after_text = rendered.text, "" if cut is None else cut.after.text
-    text_ids = renderer.tokenizer.encode_array(text[: len(text) - len(after_text)], add_special_tokens=False)
-    next_token_count = boundary.token_count + len(text_ids)
-    if after_text:
-        text_ids += renderer.tokenizer.encode_array(after_text, add_special_tokens=False)
-    token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
-    token_ids[boundary.token_count :] = text_ids
-    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text))
+    later_text = "" if cut is None else cut.after.text
+    new_ids = tokenizer.encode_array(rendered.text.removesuffix(later_text), add_special_tokens=False)
+    next_token_count = boundary.token_count + len(new_ids)
+    if later_text:
+        new_ids += tokenizer.encode_array(later_text, add_special_tokens=False)
+
+    token_ids = conversation.token_ids[: boundary.token_count + len(new_ids)]
+    token_ids[boundary.token_count :] = new_ids
+    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(rendered.text))
     if cut is not None:
         next_boundary = cut.make_boundary(boundary, next_token_count)
         continuation.successor = _make_successor(continuation, next_boundary, body)
@@ -327,9 +343,10 @@ def _cut_tail(
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a continued body from the cached conversation and the new messages.
+    """Make the cache entry of a request that continues a cached conversation, for the turn after it.
 
-    Its last boundary is `next_boundary`. Before it are the boundaries up to the one at which the body was continued.
+    A boundary is a place between two messages at which a later request can continue. The new entry has those of the
+    cached conversation up to the one at which this request continued, and then `next_boundary`.
     """
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
@@ -343,7 +360,8 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         token_ids=continuation.token_ids,
     )
     if conversation.chat is not None and tail.chat is not conversation.chat:  # its other fields were parsed anew
-        successor.chat, successor.end_json = tail.chat.replace(messages=None), body[tail.messages_array.end :]
+        successor.chat = tail.chat.replace(messages=None)
+        successor.end_json = body[tail.messages_array.end :]
     return successor
 
 
@@ -395,18 +413,18 @@ def _depends_on_template(request: RoutingRequest) -> bool:
 def _read_chat_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a chat's messages after a boundary, without its other fields, as tools may be most of a body.
+    """Parse only the new messages of a chat, those after a boundary: its other fields are equal to the cached body's.
 
-    Return None if the body is no chat, if its other fields differ from the cached body's, or if its messages cannot be
-    read here. For a request of 4 KB without tools, parsing the whole body costs a tenth more instructions.
+    This saves parsing the tools, which may be most of a body. Return None if the body is no chat, if its other fields
+    are not equal, or if its messages cannot be read here.
     """
-    chat, end_json, start = conversation.chat, conversation.end_json, boundary.body_end
+    chat = conversation.chat
     if chat is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
         return None
-    end = len(body) - len(end_json)
-    if not start <= end <= start + TAIL_BYTES_MAX or not body.endswith(end_json):
+    start, end = boundary.body_end, len(body) - len(conversation.end_json)
+    if not start <= end <= start + TAIL_BYTES_MAX or not body.endswith(conversation.end_json):
         return None
-    # The body has a comma after the boundary: an empty object before it completes the array.
+    # The new messages begin with a comma. An empty object before it completes the array.
     array_start = b"[{}"
     array_json = b"%b%b]" % (array_start, body[start:end])
     if has_more_objects(array_json, TAIL_BRACKETS_MAX):
@@ -429,14 +447,14 @@ def _read_chat_tail(
 def _read_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a body without its messages before a boundary, in whose place it gets a sentinel message.
+    """Parse a body without its cached messages, those before a boundary; one sentinel message stands for them.
 
-    None if the rest is too large, or if its chat depends on more than the text of its messages.
+    Return None if the rest is too large, or if its token ids depend on more than the text of the prompt.
     """
-    messages_start, prefix_end = conversation.messages_start, boundary.body_end
-    if messages_start + len(body) - prefix_end > TAIL_BYTES_MAX:
+    messages_start = conversation.messages_start
+    if messages_start + len(body) - boundary.body_end > TAIL_BYTES_MAX:
         return None
-    short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[prefix_end:])
+    short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[boundary.body_end :])
     if has_more_objects(short_body, TAIL_BRACKETS_MAX):
         return None
     try:
@@ -463,17 +481,17 @@ def _read_tail(
 def _locate_messages(
     body: bytes, fields: dict[str, msgspec.Raw], messages_start: int | None = None
 ) -> _MessagesArray | None:
-    """Return a body's array of messages; None if its place cannot be told, or if there is none.
+    """Find the array of messages in a body; return None if there is none, or if its offset is not certain.
 
-    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the array is searched
-    by its first bytes, which must be nowhere else.
+    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the body is searched
+    for the first bytes of the array, which must be in it only once.
     """
     array_json = bytes(fields.get("messages", b""))
     if messages_start is None:
-        opening = array_json[:256]
-        messages_start = body.find(opening)
-        if body.find(opening, messages_start + 1) >= 0:
-            return None  # another field, or the same one once more, begins alike
+        first_bytes = array_json[:_SEARCHED_BYTES]
+        messages_start = body.find(first_bytes)
+        if body.find(first_bytes, messages_start + 1) >= 0:
+            return None
     if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
         return None
     return _MessagesArray(messages_start, array_json)

@@ -139,10 +139,10 @@ def measure_prompts(
     *,
     is_exact: bool = True,
 ) -> PromptSize | None:
-    """Return the size of a body's prompts after truncation; None if the first prompt has no ids.
+    """Return the number of tokens of a body's prompts after truncation; None if the first prompt has no ids.
 
-    `token_ids`: ids of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
-    `is_exact`: False if only a part of the first prompt was encoded.
+    `token_ids`: ids of the first prompt before truncation. `tokens_max`: most tokens that the model takes.
+    `further_lengths`: tokens of each other prompt. `is_exact`: False if only a part of the first prompt was encoded.
     """
     if token_ids is None:
         return None
@@ -150,21 +150,21 @@ def measure_prompts(
     last_tokens = _get_last_tokens(request, tokens_max)
     if last_tokens is not None:
         lengths = [min(length, last_tokens) for length in lengths]
-    return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
+    return PromptSize(tokens=sum(lengths), longest_tokens=max(lengths), prompt_count=len(lengths), is_exact=is_exact)
 
 
 def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the number of tokens of each prompt after the first, for a completion of several prompts.
+    """Return the number of tokens of each prompt after the first, for a completion request with several prompts.
 
-    Without a tokenizer, the numbers of texts are estimated.
+    Without a tokenizer, the tokens of a text are estimated.
     """
     prompt = request.prompt
-    if not isinstance(prompt, list) or isinstance(prompt[0], int):
+    if not isinstance(prompt, list) or isinstance(prompt[0], int):  # a text, or the token ids of one prompt
         return []
     adds_special_tokens = request.add_special_tokens is not False
     token_counts = []
     for further_prompt in prompt[1:]:
-        if not isinstance(further_prompt, str):  # only the first prompt's type was checked
+        if not isinstance(further_prompt, str):  # token ids, or a wrong type, for which the worker gives the error
             token_counts.append(len(further_prompt) if isinstance(further_prompt, list) else 0)
         elif tokenizer is None:
             token_counts.append(len(further_prompt) // CHARS_PER_TOKEN)
@@ -174,7 +174,7 @@ def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -
 
 
 def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
-    """Render and encode the part of a prompt by which the request is routed, without truncating it.
+    """Render and encode the part of a prompt by which a router finds its cached blocks, without truncating it.
 
     Of several prompts only the first is read, and of a prompt with images only the text before the first image. The
     result has no ids if the model has no tokenizer here, or if the body has no prompt. Raises RequestError.
@@ -186,16 +186,21 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
         request = convert_source_to_chat(request, tokenizer.chat_template)
     if request.kind == "chat":
         return _read_chat(request, tokenizer, ids_max)
-    first_prompt = _get_first_prompt(request)
-    if first_prompt is None:
+    return _read_completion(request, tokenizer, ids_max)
+
+
+def _read_completion(request: RoutingRequest, tokenizer: Tokenizer | None, ids_max: int) -> RenderedPrompt:
+    """Encode the first prompt of a completion; the result has no ids for a text without a tokenizer."""
+    prompt = _get_first_prompt(request)
+    if prompt is None:
         return RenderedPrompt()
-    if isinstance(first_prompt, str):
+    if isinstance(prompt, str):
         if tokenizer is None:
             return RenderedPrompt()
         adds_special_tokens = request.add_special_tokens is not False
-        return _encode_text(tokenizer, first_prompt, request, ids_max, adds_special_tokens=adds_special_tokens)
+        return _encode_text(tokenizer, prompt, request, ids_max, adds_special_tokens=adds_special_tokens)
     try:
-        return RenderedPrompt(msgspec.convert(first_prompt, _TokenIds))
+        return RenderedPrompt(msgspec.convert(prompt, _TokenIds))
     except msgspec.ValidationError as error:
         raise RequestError(f"prompt: {error}", param="prompt") from None
 
@@ -239,9 +244,9 @@ def _encode_text(
 
 
 def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
-    """Build the body of a `/tokenize` request for a prompt; None if there is no text, or an image in it.
+    """Build the body of a `/tokenize` request, which asks a worker for the token ids of a prompt.
 
-    None also for a prompt that no cache can help, and for a chat with the client's own template.
+    Return None if the prompt is no text or has images, if no cache can help it, or if it has the client's own template.
     """
     if request.source is not None:
         try:
@@ -253,12 +258,11 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
     if request.kind == "chat":
         if request.messages is None or request.chat_template is not None:
             return None
-        fields = {name: getattr(request, name) for name in TOKENIZE_FIELDS}
+        values = {name: getattr(request, name) for name in TOKENIZE_FIELDS}
         if request.continue_final_message:
-            fields["add_generation_prompt"] = False  # vLLM's default is true, and refuses both
-        return msgspec.json.encode(
-            {"model": model, **{name: value for name, value in fields.items() if value is not None}}
-        )
+            values["add_generation_prompt"] = False  # vLLM's default is true, and it refuses both
+        fields = {name: value for name, value in values.items() if value is not None}
+        return msgspec.json.encode({"model": model, **fields})
     first_prompt = _get_first_prompt(request)
     if not isinstance(first_prompt, str):
         return None
@@ -269,16 +273,16 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     """Read the fields by which a large body is routed, without decoding its prompt or other long values.
 
-    `kind` is the API of the body's path, None if the body decides. Raises RequestError if the body is no JSON object.
+    `kind`: API of the body's path; None if the body decides. Raises RequestError if the body is no JSON object.
     """
     check_object(body)
     raw_fields = decode_json(raw_fields_decoder, body)
     fields = {name: _decode_small_value(raw_fields.get(name)) for name in _SMALL_FIELDS}
-    if fields["max_tokens"] is None:
-        fields["max_tokens"] = _decode_small_value(raw_fields.get("max_output_tokens"))  # the name in the Responses API
+    if fields["max_tokens"] is None:  # the Responses API has another name for it
+        fields["max_tokens"] = _decode_small_value(raw_fields.get("max_output_tokens"))
     if kind is None:
-        has_message_list = memoryview(raw_fields.get("messages", b""))[:1].tobytes() == b"["
-        kind = "chat" if has_message_list else "completion"
+        messages_start = bytes(memoryview(raw_fields.get("messages", b""))[:1])
+        kind = "chat" if messages_start == b"[" else "completion"
     stored_response_id = _decode_small_value(raw_fields.get("previous_response_id"))
     if not isinstance(stored_response_id, str):
         stored_response_id = _find_referenced_response(body)

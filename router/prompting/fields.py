@@ -25,7 +25,7 @@ Edit = tuple[int, int, bytes]
 
 
 class FieldSpans(msgspec.Struct):
-    """Places of the top-level fields of a JSON object in its bytes, and edits that set or remove fields."""
+    """Byte offsets of the top-level fields of a JSON object, by which a few fields are set or removed in its bytes."""
 
     span_by_field: dict[str, tuple[int, int]]
     """Field -> (start, end) of its value."""
@@ -35,16 +35,20 @@ class FieldSpans(msgspec.Struct):
     """Field -> start of its name."""
 
     def make_edits(self, value_by_field: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
-        """Return the edits that set these values and remove these fields. Fields that are not there are inserted."""
+        """Return the edits that set these values and remove these fields. Missing fields are inserted at the front.
+
+        An edit is (start, end, replacement of the bytes from start to end).
+        """
         edits = self._make_removals(removed_fields)
         value_by_missing_field: dict[str, object] = {}
         for name, value in value_by_field.items():
             if name in self.span_by_field:
-                edits.append((*self.span_by_field[name], msgspec.json.encode(value)))
+                start, end = self.span_by_field[name]
+                edits.append((start, end, msgspec.json.encode(value)))
             else:
                 value_by_missing_field[name] = value
         if value_by_missing_field:
-            insertion = msgspec.json.encode(value_by_missing_field)[1:-1]
+            insertion = msgspec.json.encode(value_by_missing_field)[1:-1]  # without the braces
             if any(name not in removed_fields for name in self.span_by_field):
                 insertion += b","  # other fields follow
             edits.append((self.content_start, self.content_start, insertion))
@@ -82,7 +86,7 @@ class FormSpans(FieldSpans):
 
 
 def locate_fields(body: bytes) -> FieldSpans:
-    """Locate the top-level fields of a JSON object.
+    """Find the byte offsets of the top-level fields of a JSON object, and of their values.
 
     Raises RequestError for other JSON, for too many fields, and for a field that comes twice.
     """
@@ -91,25 +95,28 @@ def locate_fields(body: bytes) -> FieldSpans:
         raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
     span_by_field: dict[str, tuple[int, int]] = {}
     key_start_by_field: dict[str, int] = {}
-    content_start = position = body.index(b"{") + 1
+    content_start = body.index(b"{") + 1
+    position = content_start
     while key_match := _KEY_PATTERN.match(body, position):
         name: str = msgspec.json.decode(key_match[1], type=str)
-        # Of {"a": 1, "a": 2} the decoder keeps 2. The bytes at the first "a" are another value, so "a" comes twice.
         value = bytes(raw_value_by_field[name])
-        start, end = key_match.end(), key_match.end() + len(value)
-        value_end = _AFTER_VALUE_PATTERN.match(body, end) if body.startswith(value, start) else None
-        if value_end is None or name in span_by_field:
+        start = key_match.end()
+        end = start + len(value)
+        # Of {"a": 1, "a": 2} the decoder keeps 2. The bytes at the first "a" are another value, so "a" comes twice.
+        separator = _AFTER_VALUE_PATTERN.match(body, end) if body.startswith(value, start) else None
+        if separator is None or name in span_by_field:
             raise make_duplicate_field_error(name)
         span_by_field[name] = (start, end)
         key_start_by_field[name] = key_match.start(1)
-        position = value_end.end()
+        position = separator.end()
     return FieldSpans(span_by_field, content_start, key_start_by_field)
 
 
 def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
-    """Apply edits that do not overlap to a body in pieces. Pieces without an edit stay the same objects.
+    """Replace parts of a body in pieces, and return the new pieces. Pieces without an edit stay the same objects.
 
-    If an edit spans several pieces, its replacement goes into the first of them.
+    An edit is (start, end, replacement), with offsets in the whole body. Edits do not overlap. If one spans several
+    pieces, its replacement goes into the first of them.
     """
     new_pieces = list(pieces)
     piece_starts = [0]
@@ -118,12 +125,12 @@ def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, 
     for start, end, replacement in sorted(edits, reverse=True):  # from the back, so that earlier offsets stay right
         for i in reversed(range(len(pieces))):
             piece_start, piece_end = piece_starts[i], piece_starts[i + 1]
-            slice_start = max(start, piece_start) - piece_start
-            slice_end = min(end, piece_end) - piece_start
+            cut_start = max(start - piece_start, 0)
+            cut_end = min(end, piece_end) - piece_start
             is_insertion_here = start == end and piece_start <= start < piece_end
-            if slice_start < slice_end or is_insertion_here:
-                new_text = replacement if start >= piece_start else b""
-                new_pieces[i] = new_pieces[i][:slice_start] + new_text + new_pieces[i][max(slice_start, slice_end) :]
+            if cut_start < cut_end or is_insertion_here:
+                inserted_bytes = replacement if start >= piece_start else b""
+                new_pieces[i] = new_pieces[i][:cut_start] + inserted_bytes + new_pieces[i][cut_end:]
     return tuple(new_pieces)
 
 

@@ -30,10 +30,10 @@ def is_form(content_type: bytes | None) -> bool:
 
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
-    """Read the fields of a form that decide its route, or that the router may change, and locate their values.
+    """Read the fields of an uploaded form that the router needs or may change, and the byte offsets of their values.
 
-    Fields of other names, and files, are skipped. Raises RequestError for a malformed form, for a field that comes
-    twice, and for a long value of such a field.
+    The form is given in `pieces`. Fields of other names, and files, are skipped. Raises RequestError for a malformed
+    form, and for a needed field that comes twice or has a long value.
     """
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     boundary = _parse_header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
@@ -70,10 +70,10 @@ def _is_read_field(name: str) -> bool:
 
 
 def _iter_part_spans(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each part of a form, its headers included.
+    """Yield the start and end of each part of a multipart form, its headers included.
 
-    A delimiter counts if it begins a line and ends it; `--` after it closes the form. Raises RequestError if the form
-    is not closed, or has too many parts.
+    Parts are separated by lines with `delimiter`; `--` after it closes the form. Raises RequestError if the form is not
+    closed, or has too many parts.
     """
     part_start: int | None = None
     part_count = 0
@@ -81,12 +81,13 @@ def _iter_part_spans(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]
         next_bytes = body[match.end() : match.end() + 2]
         begins_line = match.start() == 0 or body.endswith(_LINE_END, 0, match.start())
         if not begins_line or next_bytes not in (_LINE_END, b"--"):
-            continue
+            continue  # the bytes of the delimiter are part of a value
         if part_start is not None:
             yield part_start, match.start() - len(_LINE_END)
         if next_bytes == b"--":
             return
-        part_start, part_count = match.end() + len(_LINE_END), part_count + 1
+        part_start = match.end() + len(_LINE_END)
+        part_count += 1
         if part_count > MAX_PARTS:
             raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)

@@ -32,7 +32,10 @@ class MediaPrompt(NamedTuple):
 
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
-    """Return the conversation and size of a chat with media; None if it has no media."""
+    """Return a digest that names the conversation of a chat with images or other media, and its estimated tokens.
+
+    Return None if the chat has no media: it is then routed by its token ids.
+    """
     if not _may_have_media(request, body):
         return None
     messages = _list_messages(request)
@@ -44,9 +47,10 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
             medium_count += 1
         else:
             char_count += sum(len(text) for text in part.values() if isinstance(text, str))
-    if not medium_count:
+    if medium_count == 0:
         return None
-    return MediaPrompt(_digest_opening(messages), char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count)
+    estimated_tokens = char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count
+    return MediaPrompt(_digest_opening(messages), estimated_tokens)
 
 
 def _may_have_media(request: RoutingRequest, body: bytes) -> bool:

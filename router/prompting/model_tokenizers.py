@@ -73,15 +73,16 @@ class RemoteTokenizer:
         *,
         is_serving: Callable[[RemoteWorker, str], bool] = lambda worker, model: True,
     ) -> None:
-        """`headers` are sent to workers that may have the workers' API key.
+        """Ask no worker yet; `probe` finds those that tokenise.
 
-        `is_serving` returns whether a worker is up and serves a base model now: others are not asked.
+        `headers`: sent with the API key to workers that may have it. `is_serving`: whether a worker is up and serves a
+        base model now; others are not asked.
         """
         self._session = session
         self._headers = headers or {}
         self._is_serving = is_serving
         self._workers_by_model: dict[str, dict[str, RemoteWorker]] = {}
-        """Base model -> workers that tokenised the text of `probe`, by their URLs."""
+        """Base model -> URL -> worker that answered a request for token ids."""
         self._round_robin = count()
 
     def has_worker(self, model: str) -> bool:
@@ -115,7 +116,7 @@ class RemoteTokenizer:
     async def tokenize_at(self, worker: RemoteWorker, request_body: bytes) -> list[int] | None:
         """Send a `/tokenize` request to a worker; return the token ids, or None for any failure of the worker."""
         key_headers = self._headers if worker.sends_api_key else {}
-        expected_bytes = RESPONSE_BYTES_PER_BYTE * (len(request_body) + TEMPLATE_BYTES)
+        expected_bytes_max = RESPONSE_BYTES_PER_BYTE * (len(request_body) + TEMPLATE_BYTES)
         try:
             status, response_body = await fetch(
                 self._session,
@@ -124,9 +125,11 @@ class RemoteTokenizer:
                 headers={**key_headers, "Content-Type": "application/json"},
                 data=request_body,
                 seconds=RESPONSE_S_MAX,
-                bytes_max=min(RESPONSE_BYTES_MAX, expected_bytes),
+                bytes_max=min(RESPONSE_BYTES_MAX, expected_bytes_max),
             )
-            return msgspec.json.decode(response_body, type=_TokenizeResponse).tokens if status == 200 else None
+            if status != 200:
+                return None
+            return msgspec.json.decode(response_body, type=_TokenizeResponse).tokens
         except (FetchError, ValueError, RecursionError) as error:
             log.debug("%s/tokenize: %s", worker.url, error)
             return None
@@ -146,22 +149,27 @@ class ModelTokenizers:
     ) -> None:
         """Make an empty collection; `discover` loads tokenizers into it, in threads of `executor`.
 
-        `conversations` is told which templates it may use, after their trial in a process of `worker_pool`; without a
-        pool, templates are not tried and have no limit on their time. `override` is the folder of every model's
-        tokenizer, and `chat_template` replaces every model's template.
+        `conversations`: cache that is told which chat templates it may use. `worker_pool`: processes that try each
+        template first; without a pool, templates are not tried and have no time limit. `override`: folder of every
+        model's tokenizer. `chat_template`: replaces every model's template.
         """
-        self._executor, self._conversations, self._worker_pool = executor, conversations, worker_pool
-        self._folder_override, self._chat_template = override, chat_template
+        self._executor = executor
+        self._conversations = conversations
+        self._worker_pool = worker_pool
+        self._folder_override = override
+        self._chat_template = chat_template
         self.remote: RemoteTokenizer | None = None
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
+
         self.tokenizer_by_model: dict[str, Tokenizer] = {}
         self.checkpoint_by_model: dict[str, Checkpoint] = {}
         """Files that the tokenizers were loaded from, as they were then."""
         self.problems: dict[str, str] = {}
         """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
-        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._load_tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """(model, folder) -> task that loads the tokenizer."""
         self._compared_models: set[str] = set()
-        """Models whose templates' `keeps_messages_as_sent` was set by the first worker that disagreed."""
+        """Models with a template that was switched to how a worker renders. Workers that differ later are logged."""
 
     def get(self, model: str) -> Tokenizer | None:
         """Return the tokenizer of a base model, if it is loaded."""
@@ -194,18 +202,14 @@ class ModelTokenizers:
         self._conversations.forget(model)
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
-        """Load the tokenizer of a base model, or else find out whether the worker can turn its prompts into token ids.
+        """Load the tokenizer of a base model, or else find out whether the worker can tokenise prompts for this router.
 
-        `path` is the folder in which the worker has the tokenizer; the folder of the command line takes precedence. If
-        the tokenizer cannot be loaded here, the reason is put into `problems`.
+        `path`: folder in which the worker has the tokenizer; the folder of the command line takes precedence. If the
+        tokenizer cannot be loaded here, the reason is stored in `problems`.
         """
         folder = self._folder_override or path
         if folder is not None and model not in self.tokenizer_by_model:
-            task = self._loading.get((model, folder))
-            if task is None:
-                task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
-                task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
-            await asyncio.shield(task)
+            await asyncio.shield(self._begin_load(model, folder))
         if model in self.tokenizer_by_model:
             await self._detect_render_mode(model, worker)
             return
@@ -215,10 +219,19 @@ class ModelTokenizers:
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
+    def _begin_load(self, model: str, folder: str) -> asyncio.Task[None]:
+        """Return the task that loads a tokenizer; start it if there is none."""
+        task = self._load_tasks.get((model, folder))
+        if task is None:
+            task = asyncio.create_task(self._load(model, folder))
+            self._load_tasks[model, folder] = task
+            task.add_done_callback(lambda _: self._load_tasks.pop((model, folder), None))
+        return task
+
     async def _load(self, model: str, name: str) -> None:
         """Load the tokenizer of a base model in a thread, and try its chat template in a worker process.
 
-        `name` is a folder, or a name in the Hugging Face cache. A failure is put into `problems`.
+        `name` is a folder, or a name in the Hugging Face cache. The reason of a failure is stored in `problems`.
         """
         checkpoint = find_checkpoint(name)
         if checkpoint is None:
@@ -234,12 +247,17 @@ class ModelTokenizers:
             log.warning("no tokenizer for %s: %s", model, error)
             return
         await self._try_template(model, tokenizer, checkpoint.folder)
-        self.tokenizer_by_model[model], self.checkpoint_by_model[model] = tokenizer, checkpoint
+        self.tokenizer_by_model[model] = tokenizer
+        self.checkpoint_by_model[model] = checkpoint
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, checkpoint.folder)
 
     async def _try_template(self, model: str, tokenizer: Tokenizer, folder: str) -> None:
-        """Limit a template's time, and find out whether it keeps to that here and its conversations can be cached."""
+        """Try a model's chat template in a worker process, to decide where chats are rendered and if they are cached.
+
+        A template that exceeds its time limit is rendered by worker processes from now on. One whose text for earlier
+        messages changes with later ones allows no caching of conversations.
+        """
         template = tokenizer.chat_template
         if self._worker_pool is None or template is None:
             return
@@ -248,46 +266,47 @@ class ModelTokenizers:
         template.is_bounded = trial.is_bounded
         if not trial.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
-        elif not self._conversations.cache.max_bytes:
             return
-        elif trial.problem is None:
+        if self._conversations.cache.max_bytes == 0:
+            return
+        if trial.problem is None:
             self._conversations.allow(model, BoundaryRenderer(tokenizer))
         else:
             self._conversations.forbid(model, trial.problem)
             log.info("conversations of %s are read whole: %s", model, trial.problem)
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
-        """Find out by a probe chat whether a worker renders messages as transformers does before version 5.23.
+        """Compare a chat's token ids with a worker's, to learn whether its transformers is older than version 5.23.
 
         From that version on, templates get messages without nulls, and reasoning under all its names. The first worker
         that does otherwise decides for all workers of the model.
         """
-        template, request = self.get_template(model), parse_routing("/v1/chat/completions", _PROBE_CHAT)
+        template = self.get_template(model)
+        request = parse_routing("/v1/chat/completions", _PROBE_CHAT)
         tokenize_request = build_tokenize_request(request, model)
         if self.remote is None or template is None or tokenize_request is None:
             return
         if not worker.url or not template.is_bounded:
             return
-        changed_ids = self._read_probe(model, template, request, as_sent=False)
-        as_sent_ids = self._read_probe(model, template, request, as_sent=True)
-        if changed_ids is None or as_sent_ids is None or changed_ids == as_sent_ids:
-            return  # the template shows no difference
+        new_ids = self._encode_probe(model, template, request, as_sent=False)
+        old_ids = self._encode_probe(model, template, request, as_sent=True)
+        if new_ids is None or old_ids is None or new_ids == old_ids:
+            return  # with this template, both versions give the same ids
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
-        if worker_ids is None:
+        router_ids = old_ids if template.keeps_messages_as_sent else new_ids
+        if worker_ids is None or worker_ids == router_ids:
             return
-        if worker_ids == (as_sent_ids if template.keeps_messages_as_sent else changed_ids):
-            return
-        if worker_ids not in (as_sent_ids, changed_ids) or model in self._compared_models:
+        if worker_ids not in (old_ids, new_ids) or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
-        template.keeps_messages_as_sent = worker_ids == as_sent_ids
+        template.keeps_messages_as_sent = worker_ids == old_ids
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
-    def _read_probe(
+    def _encode_probe(
         self, model: str, template: ChatTemplate, request: RoutingRequest, *, as_sent: bool
     ) -> list[int] | None:
-        """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
+        """Return the token ids of the probe chat, with its messages kept as sent or not; None if that fails."""
         template_copy = copy.copy(template)
         template_copy.keeps_messages_as_sent = as_sent
         try:

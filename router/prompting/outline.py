@@ -124,23 +124,29 @@ def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
 
 
 def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> _MessageFingerprint:
-    """Return the fingerprint of a message with this text, and with `fields` besides its role and content."""
+    """Return digests that show how a message differs from another: as sent, in spelling only, or in hidden text only.
+
+    Hidden text is the assistant's thoughts and billing lines. `fields`: the message's fields besides role and content.
+    """
     encoded_fields = _encoder.encode(fields) if fields else b""
     text_digest = _digest_text(text)
     raw_digest = _digest(encoded_fields, text_digest) if fields else text_digest
+
     kind_bits = role_number
     if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
         fields = {**fields, "tool_calls": _decode_call_arguments(fields["tool_calls"])}
-    visible_text, hidden_bits = _remove_hidden_text(text, is_system=role_number == 0)
+
+    visible_text, hidden_text_bits = _remove_hidden_text(text, is_system=role_number == 0)
+    kind_bits |= hidden_text_bits
     visible_fields = {name: value for name, value in fields.items() if name not in _THINKING_FIELDS}
     if len(visible_fields) < len(fields):
-        hidden_bits |= HAS_THOUGHTS
+        kind_bits |= HAS_THOUGHTS
     return _MessageFingerprint(
         raw_digest=raw_digest,
         normalized_digest=_digest_fields(fields, text_digest),
         visible_digest=_digest_fields(visible_fields, _digest_text(visible_text)),
-        kind_bits=kind_bits | hidden_bits,
+        kind_bits=kind_bits,
         length=len(text) + len(encoded_fields),
     )
 

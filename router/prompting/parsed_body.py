@@ -48,19 +48,23 @@ def tokenize_prompt(
 ) -> TokenizedPrompt:
     """Tokenise the prompt of a body for routing, truncated to what a worker would use. Raises RequestError.
 
-    `tokens_max`: most tokens that the model takes. With the `body` and the `renderer` of its model, a prompt that was
-    not truncated also has the entry by which the conversation cache finds the next turn. A fault there is only logged.
+    `tokens_max`: most tokens that the model takes. With `body` and `renderer`, the result also has a cache entry, by
+    which the next turn of the conversation is read faster, unless the prompt was truncated.
     """
-    rendered, prompt = read_prompt(request, tokenizer, tokens_max), TokenizedPrompt()
-    if rendered.token_ids is not None:  # else the prompts have no size, and the further ones need not be encoded
-        further, is_exact = count_further_tokens(request, tokenizer), rendered.is_whole
+    prompt = TokenizedPrompt()
+    rendered = read_prompt(request, tokenizer, tokens_max)
+    if rendered.token_ids is not None:
+        further_lengths = count_further_tokens(request, tokenizer)
         prompt.token_ids = truncate_prompt(rendered.token_ids, request, tokens_max)
-        prompt.size = measure_prompts(rendered.token_ids, request, tokens_max, further, is_exact=is_exact)
+        prompt.size = measure_prompts(
+            rendered.token_ids, request, tokens_max, further_lengths, is_exact=rendered.is_whole
+        )
     try:
         prompt.outline = outline_chat(request) if makes_outline else None
-        if renderer is not None and prompt.token_ids is rendered.token_ids:
+        is_truncated = prompt.token_ids is not rendered.token_ids
+        if renderer is not None and not is_truncated:
             prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, renderer)
-    except Exception as error:  # noqa: BLE001  a boundary: the prompt is routed by its ids all the same
+    except Exception as error:  # noqa: BLE001  the prompt is routed by its ids all the same
         log.warning("a conversation could not be cached: %s: %s", type(error).__name__, error)
     return prompt
 
@@ -89,30 +93,31 @@ class PromptTarget(Protocol):
 
 
 class ParsedBody(msgspec.Struct, eq=False):
-    """A client's body after it was parsed: its request and its prompt.
+    """A client's request body after it was parsed, with the token ids of its prompt.
 
-    It was parsed in one of three ways. Whole in this process: it has `fields`. By a worker process: it has `spans`, and
-    its request has no prompt. Only after the messages of a cached conversation: it has a `continuation`.
+    A body that was parsed whole in this process has `fields`. One that was parsed by a worker process has `spans`, and
+    a request without the prompt. One of which only new messages were parsed, as it continues a cached conversation, has
+    a `continuation`.
     """
 
     request: RoutingRequest
-    """The request. If it continues a cached chat, its messages are unknown: `continuation` has the new ones."""
+    """Fields by which the request is routed."""
     prompt: TokenizedPrompt
     body: bytes = b""
     """The whole body if `prompt.conversation` is to be cached, else empty."""
     media: MediaPrompt | None = None
-    """Conversation and size of a body with images or other media."""
+    """Digest of the conversation and size of a body with images or other media."""
     spans: FieldSpans | None = None
-    """Spans of the fields of a body that a worker process parsed, or of a form."""
+    """Byte offsets of the top-level fields."""
     fields: dict[str, msgspec.Raw] | None = None
-    """The top-level fields as JSON of a body that was parsed whole here. They keep the body in memory."""
+    """Top-level fields as undecoded JSON, which keep the body in memory."""
     first_message_digest: int | None = None
     """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
 
     def get_outline(self) -> Outline | None:
-        """Return the outline of the messages; None if the body is no chat, or if its messages could not be read."""
+        """Return fingerprints of the messages; None if the body is no chat, or if its messages could not be read."""
         if self.continuation is not None:
             return self.continuation.outline()
         return outline_chat(self.request) if self.prompt.outline is None else self.prompt.outline

@@ -54,15 +54,16 @@ class _UnsupportedMessageError(Exception):
 
 class _Placeholder(NamedTuple):
     kind: _Kind
+    """Everything by which a template may tell the message from others, besides its texts."""
     message: Message
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
-    """Short messages (placeholders) that stand for all messages of a conversation before a boundary.
+    """Short messages (placeholders) that are rendered in place of the cached messages of a conversation.
 
     New messages are rendered after them instead of after the whole conversation: ten questions with their answers
-    become one short question and one short answer. Messages are of one kind if a template cannot tell them apart but by
-    their texts, as two questions; each kind has at least one placeholder.
+    become one short question and one short answer. There is at least one placeholder for each kind of message. Messages
+    are of one kind if a template can only tell them apart by their texts, as two questions.
     """
 
     earlier_turns: tuple[_Placeholder, ...] = ()
@@ -72,22 +73,22 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def messages(self) -> list[Message]:
-        """The placeholder messages.
+        """The placeholder messages. If the last two turns have equal kinds, one stands for both.
 
-        A last turn that has the kinds of the turn before it stands for both, so that a conversation of equal turns has
-        the same placeholders after each turn: question, answer, question, answer become one question and one answer.
+        So a conversation of equal turns has the same placeholders after each turn: one question and one answer.
         """
         earlier_turns, turn_length = self.earlier_turns, len(self.last_turn)
         earlier_kinds = [placeholder.kind for placeholder in earlier_turns[-turn_length:]]
-        if earlier_kinds == [placeholder.kind for placeholder in self.last_turn]:
+        last_kinds = [placeholder.kind for placeholder in self.last_turn]
+        if earlier_kinds == last_kinds:
             earlier_turns = earlier_turns[:-turn_length]
         return [placeholder.message for placeholder in (*earlier_turns, *self.last_turn)]
 
     def extend(self, messages: Iterable[Message], markers: tuple[str, ...]) -> PlaceholderMessages | None:
-        """Return placeholders for these further messages too; None if there would be too many, or one too long.
+        """Return placeholders that stand for these further messages too; None if there would be too many, or too long.
 
-        `markers`: texts for which the template searches, such as "</think>", and which its placeholders therefore keep.
-        Rounds of a tool loop that repeat the same kinds are folded into one.
+        `markers`: texts for which the template searches, such as "</think>"; placeholders keep them. Rounds of a tool
+        loop that repeat the same kinds of messages are folded into one round.
         """
         earlier_turns, last_turn = list(self.earlier_turns), list(self.last_turn)
         for message in messages:
@@ -105,9 +106,9 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
 
 class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
-    """Placeholder messages in place of a cached conversation, and the text that the template rendered from them.
+    """Short messages in place of the cached messages of a conversation, and the text that a template wrote for them.
 
-    If the template renders the same text again in front of new messages, it renders the cached conversation as before.
+    If the template writes the same text again before new messages, these do not change how it writes the cached ones.
     """
 
     placeholders: PlaceholderMessages
@@ -115,10 +116,7 @@ class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
     digest: int
     """Digest of the messages and the text."""
     has_late_system: bool
-    """Whether the template may write the system text or the tools after the placeholders.
-
-    Then the template needs the real system text and tools: placeholders of them would show in the text of new messages.
-    """
+    """Whether the template may write the system text or tools after the placeholders; it then gets the real ones."""
 
     @classmethod
     def make(cls, placeholders: PlaceholderMessages, text: str, *, has_late_system: bool) -> RenderedPlaceholders:
@@ -159,10 +157,10 @@ def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message:
 
 
 def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind, Message]:
-    """Return the kind of a message, and the message with short texts as its placeholder.
+    """Return the kind of a message, and a copy of the message with short texts.
 
     Messages of one kind are equal in everything by which a template may decide: the role, and for each field whether it
-    is a list or a text, which markers the text has, and whether text, white space or nothing is between them.
+    is a list or a text, which `markers` the text has (such as `</think>`), and whether text is between them.
     """
     content_filler = SYSTEM_FILLER if is_system_message(message) else FILLER
     description_by_field: dict[str, object] = {"role": message.get("role")}
@@ -180,25 +178,29 @@ def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind,
         else:
             description_by_field[name] = _describe_value(value)
             short_message[name] = _shorten_value(value, 0)
-    descriptions = [(name, text) for name, text in description_by_field.items() if text is not None]
-    return tuple(sorted(descriptions, key=lambda description: description[0])), short_message
+    descriptions = [(name, value) for name, value in description_by_field.items() if value is not None]
+    descriptions.sort(key=lambda description: description[0])
+    return tuple(descriptions), short_message
 
 
 def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
-    """Return the descriptions of a content's parts, and the parts with short texts.
+    """Describe the parts of a message's content, and shorten their texts; return the descriptions and the short parts.
 
-    Of plain texts in a row, the first two and the last of the content are kept. Raises _UnsupportedMessageError if more
-    than PARTS_MAX parts remain.
+    Of several plain texts in a row, only the first two are kept, and the last part of the content. Raises
+    _UnsupportedMessageError if more than PARTS_MAX parts remain.
     """
     plain_description = ("text", _PLAIN_TEXT)
-    descriptions, short_parts = list[object](), list[Any]()
+    descriptions: list[object] = []
+    short_parts: list[Any] = []
     for i, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) else part
+        is_object = isinstance(part, dict)
+        part_type = part.get("type") if is_object else "text"
+        text = part.get("text") if is_object else part
         pieces = _split_at_markers(text, markers) if isinstance(text, str) else None
-        part_type = part.get("type") if isinstance(part, dict) else "text"
-        description = part_type, None if pieces is None else _describe_text(pieces)
-        follows_two_plain_texts = descriptions[-2:] == [plain_description] * 2
-        if description == plain_description and follows_two_plain_texts and i < len(parts) - 1:
+        description = (part_type, None if pieces is None else _describe_text(pieces))
+        is_third_plain_text = [*descriptions[-2:], description] == [plain_description] * 3
+        is_last = i == len(parts) - 1
+        if is_third_plain_text and not is_last:
             continue
         if len(descriptions) == PARTS_MAX:
             raise _UnsupportedMessageError
@@ -206,7 +208,7 @@ def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> t
         short_part = _shorten_value(part, 0)
         if pieces is not None:
             short_text = _shorten_text(pieces, filler)
-            short_part = {**short_part, "text": short_text} if isinstance(part, dict) else short_text
+            short_part = {**short_part, "text": short_text} if is_object else short_text
         short_parts.append(short_part)
     return tuple(descriptions), short_parts
 

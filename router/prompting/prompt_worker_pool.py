@@ -38,39 +38,40 @@ START_S_MAX = 30.0
 
 
 class ReadTask(msgspec.Struct):
-    """Tells a worker process how to read the prompt of the body that it has inspected."""
+    """Options by which a worker process tokenises the prompt of a body, sent after it has found the body's model."""
 
     kind: ApiKind
     checkpoint: Checkpoint | None = None
     """Files of the tokenizer; None if only token ids in the body are to be read."""
     tokens_max: int | None = None
+    """Most tokens that the model takes; None if unknown."""
     remote_model: str | None = None
-    """Model for `/tokenize`: the result is the body of such a request, because the workers tokenise the prompt."""
-    as_sent: bool = False
-    """Value of `ChatTemplate.keeps_messages_as_sent`."""
+    """Model named in a `/tokenize` request, which is the result if an engine tokenises the prompt."""
+    keeps_messages_as_sent: bool = False
+    """Whether the chat template gets messages as transformers gave them before version 5.23."""
     seconds_max: float | None = None
     """Time for reading the body, if less than `seconds_max` of the pool."""
-    is_cached: bool = False
-    """Whether a cache entry of the conversation is wanted (router/prompting/conversation_reading.py)."""
-    is_outlined: bool = True
-    """Whether an outline of the messages is wanted."""
+    makes_cache_entry: bool = False
+    """Whether to make a cache entry, by which the next turn of the conversation is read faster."""
+    makes_outline: bool = True
+    """Whether to make fingerprints of the messages."""
 
 
 class ReadResult(NamedTuple):
-    """Result of reading a body's prompt in a worker process."""
+    """Prompt of a body as a worker process has read it."""
 
     prompt: TokenizedPrompt
     """The prompt, without ids if it could not be read."""
     tokenize_request: bytes | None = None
-    """Body of a `/tokenize` request, if a worker is to tokenise the prompt."""
+    """Body of a `/tokenize` request, if an engine is to tokenise the prompt; else None."""
     further_tokens: Sequence[int] = ()
-    """Tokens of each prompt after the first, if a worker tokenises that."""
+    """Number of tokens of each prompt after the first, if an engine tokenises the first."""
     first_message_digest: int | None = None
-    """Digest of the first user message (router/prompting/sessions.py)."""
+    """Digest of the first user message, which names a conversation without another name."""
     media: MediaPrompt | None = None
-    """Conversation and size of a body with images or other media."""
+    """Digest of the conversation and size of a body with images or other media."""
     is_overdue: bool = False
-    """Whether reading took too long."""
+    """Whether the process was killed because reading took too long or needed too much memory."""
     cpu_s: float = 0.0
     problem: str | None = None
     """Why the prompt could not be read; None if it was."""
@@ -122,9 +123,9 @@ class PromptWorkerPool:
     ) -> TaskOutcome:
         """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
 
-        `kind`: API of the body's path, None if the body decides. `make_task`: says how to read the prompt of a request.
-        `is_wanted`: whether the client is still connected. Neither may raise. The outcome has no prompt if the process
-        fails at it. Raises RequestError for a body that is no JSON object, or that cannot be read now.
+        `kind`: API of the body's path; None if the body decides. `make_task`: chooses how to read the prompt, by the
+        routing fields. `is_wanted`: whether the client is still connected. If the process fails at the prompt, the
+        outcome has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
@@ -135,7 +136,8 @@ class PromptWorkerPool:
             if not is_wanted():
                 raise _make_overload_error("the client left")
             inspected = await self._inspect(process, body, kind)
-            return inspected._replace(result=await self._run_task(process, make_task(inspected.request)))
+            task = make_task(inspected.request)
+            return inspected._replace(result=await self._run_task(process, task))
 
         self._add_waiting(tenant, body_bytes)
         try:
@@ -273,7 +275,7 @@ def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
 
 
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
-    """Tokenise the prompt of a body, or prepare a request that asks a worker for its token ids.
+    """Tokenise the prompt of a body, or make the request that asks an engine for its token ids.
 
     Raises RequestError or TokenizerError if the prompt cannot be read.
     """
@@ -284,18 +286,19 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     request = parse_routing_of_kind(task.kind, body)
     renderer = None
     if tokenizer is not None and tokenizer.chat_template is not None:
-        tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
-        if task.is_cached and is_cacheable(request.kind, len(body)):
+        tokenizer.chat_template.keeps_messages_as_sent = task.keeps_messages_as_sent
+        if task.makes_cache_entry and is_cacheable(request.kind, len(body)):
             renderer = BoundaryRenderer(tokenizer)
     prompt = tokenize_prompt(
-        request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.is_outlined
+        request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.makes_outline
     )
-    digest, media = digest_first_user_message(request), read_media(request, body)
-    result = ReadResult(prompt, first_message_digest=digest, media=media)
+    result = ReadResult(
+        prompt, first_message_digest=digest_first_user_message(request), media=read_media(request, body)
+    )
     if prompt.token_ids is None and task.remote_model is not None:
         tokenize_request = build_tokenize_request(request, task.remote_model)
         further_tokens = count_further_tokens(request, tokenizer)
         return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
     if prompt.token_ids is not None and not isinstance(prompt.token_ids, array):
-        prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # which is sent in fewer bytes than a list
+        prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # smaller than a list when sent to the router
     return result

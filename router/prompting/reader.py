@@ -87,13 +87,14 @@ class PromptReader:
         """
         self.tokenizers = tokenizers
         self.conversations = conversations
-        self._executor = executor
         self.worker_pool = worker_pool
+        self._executor = executor
         self._makes_outlines = makes_outlines
+
         self._check_tasks: set[asyncio.Task[None]] = set()
-        """Background tasks that compare a continued prompt with the same body read whole."""
+        """Background tasks that read a body whole, to check a prompt that was continued from the cache."""
         self._timeouts: dict[str, int] = {}
-        """Model -> timeouts of its template in a row."""
+        """Model -> how many times in a row its chat template took too long."""
         self.cpu_s = 0.0
         """CPU time of rendering and encoding."""
         self.failure_count = 0
@@ -105,11 +106,11 @@ class PromptReader:
         self, body: RequestBody, kind: ApiKind | None, find_target: Callable[[RoutingRequest], PromptTarget],
         is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
     ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:  # fmt: skip
-        """Read a body at once and return it, if that is quick; else return a coroutine that reads it.
+        """Parse a body and tokenise its prompt at once, if that is quick; else return a coroutine that does it.
 
-        `kind` is the API of the body's path, None if the body decides. `find_target` finds the model of a request.
-        `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
-        Raises RequestError for a malformed body.
+        `kind`: API of the body's path; None if the body decides. `find_target`: finds the model of a request.
+        `is_wanted`: whether the client is still connected. `may_continue`: whether the ids of a cached conversation may
+        be used. Raises RequestError for a malformed body.
         """
         body_to_read = _BodyToRead(body, kind, find_target, is_wanted, tenant)
         if not may_continue or kind is None or not self.conversations.may_have(kind, body.body_bytes):
@@ -118,15 +119,17 @@ class PromptReader:
         matches = self.conversations.find(kind, data)
         if not matches:
             return self._begin_whole_read(body_to_read)
-        if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
+        new_bytes = len(data) - matches[0].boundary.body_end
+        if new_bytes > INLINE_BYTES_MAX:
             return self._continue_in_thread(matches, body_to_read)
-        read = self._make_continued_body(*self._continue(matches, data), body_to_read)
-        return read or self._begin_whole_read(body_to_read)
+        continuation, read_s = self._continue(matches, data)
+        parsed_body = self._make_continued_body(continuation, read_s, body_to_read)
+        return parsed_body or self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(self, body_to_read: _BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Read all of a body: at once if it is small, else by a coroutine.
 
-        The coroutine reads it in a thread, in a worker process, or with the help of a worker, which has the tokenizer.
+        The coroutine tokenises the prompt in a thread or in a worker process, or asks an engine for the token ids.
         """
         pieces = body_to_read.body.pieces
         if len(pieces) > 1 or not is_light(pieces[0]):
@@ -135,50 +138,49 @@ class PromptReader:
         if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = body_to_read.find_target(request)
-        read = ParsedBody(request, TokenizedPrompt(), fields=fields)
+        parsed_body = ParsedBody(request, TokenizedPrompt(), fields=fields)
         if request.kind == "other":
-            return read
-        read.media = read_media(request, pieces[0])
+            return parsed_body
+        parsed_body.media = read_media(request, pieces[0])
         tokenizer = self.tokenizers.get(target.base_model)
         if self.tokenizers.is_remote(target.base_model):
-            return self._begin_remote_read(read, target)
+            return self._begin_remote_read(parsed_body, target)
         if _may_take_long(request, tokenizer):
-            return self._await_prompt(read, self._tokenize_in_process(request, target, body_to_read))
-        return self._begin_local_read(read, pieces[0], target, tokenizer)
+            return self._await_prompt(parsed_body, self._tokenize_in_process(request, target, body_to_read))
+        return self._begin_local_read(parsed_body, pieces[0], target, tokenizer)
 
     def _begin_local_read(
-        self, read: ParsedBody, body: bytes, target: PromptTarget, tokenizer: Tokenizer | None
+        self, parsed_body: ParsedBody, body: bytes, target: PromptTarget, tokenizer: Tokenizer | None
     ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Tokenise the prompt of a parsed body: at once, or by a coroutine in a thread if the body is long."""
         renderer = self.conversations.get_renderer(target.base_model)
-        if renderer is not None and is_worth_caching(read.request, len(body)):
-            read.body = body
+        if renderer is not None and is_worth_caching(parsed_body.request, len(body)):
+            parsed_body.body = body
         else:
             renderer = None
-        tokenize = partial(self.tokenize, read.request, tokenizer, target.tokens_max, read.body, renderer)
+        tokenize = partial(self.tokenize, parsed_body.request, tokenizer, target.tokens_max, parsed_body.body, renderer)
         if tokenizer is not None and len(body) > INLINE_BYTES_MAX:
-            return self._await_prompt(read, self.run_in_thread(tokenize))
-        read.prompt = tokenize()
-        return read
+            return self._await_prompt(parsed_body, self.run_in_thread(tokenize))
+        parsed_body.prompt = tokenize()
+        return parsed_body
 
     def _begin_remote_read(
-        self, read: ParsedBody, target: PromptTarget
+        self, parsed_body: ParsedBody, target: PromptTarget
     ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
-        """Complete a body for a model without a tokenizer here: ask a worker, unless the body has token ids."""
-        request = read.request
-        read.prompt = self.tokenize(request, None, target.tokens_max)
-        if read.prompt.token_ids is not None:
-            return read
+        """Complete a body for a model without a tokenizer here: ask an engine, unless the body has token ids."""
+        request = parsed_body.request
+        parsed_body.prompt = self.tokenize(request, None, target.tokens_max)
+        if parsed_body.prompt.token_ids is not None:
+            return parsed_body
         tokenize_request = build_tokenize_request(request, target.base_model)
         further_tokens = count_further_tokens(request, None)
-        return self._await_prompt(
-            read, self._ask_worker(read.prompt, tokenize_request, request, target, further_tokens)
-        )
+        prompt = self._ask_worker(parsed_body.prompt, tokenize_request, request, target, further_tokens)
+        return self._await_prompt(parsed_body, prompt)
 
     @staticmethod
-    async def _await_prompt(read: ParsedBody, prompt: Awaitable[TokenizedPrompt]) -> ParsedBody:
-        read.prompt = await prompt
-        return read
+    async def _await_prompt(parsed_body: ParsedBody, prompt: Awaitable[TokenizedPrompt]) -> ParsedBody:
+        parsed_body.prompt = await prompt
+        return parsed_body
 
     async def _ask_worker(
         self,
@@ -188,21 +190,22 @@ class PromptReader:
         target: PromptTarget,
         further_tokens: Sequence[int],
     ) -> TokenizedPrompt:
-        """Complete a prompt by the ids that a worker gives for it.
+        """Set the token ids and the size of a prompt by asking a worker, which has the model's tokenizer.
 
         `further_tokens`: number of tokens of each prompt of the body after the first.
         """
-        started_s, remote, tokens_max = time.perf_counter(), self.tokenizers.remote, target.tokens_max
+        started_s = time.perf_counter()
+        remote = self.tokenizers.remote
         ids = None if remote is None else await remote.tokenize(tokenize_request, target.base_model)
-        prompt.token_ids = truncate_prompt(ids, request, tokens_max)
-        prompt.size = measure_prompts(ids, request, tokens_max, further_tokens)
+        prompt.token_ids = truncate_prompt(ids, request, target.tokens_max)
+        prompt.size = measure_prompts(ids, request, target.tokens_max, further_tokens)
         prompt.seconds = time.perf_counter() - started_s
         return prompt
 
     async def _tokenize_in_process(
         self, request: RoutingRequest, target: PromptTarget, body_to_read: _BodyToRead
     ) -> TokenizedPrompt:
-        """Tokenise the prompt of a small body in a worker process, because its template may take too long for this one.
+        """Tokenise the prompt of a small body in a worker process, because its chat template may block this process.
 
         The prompt has no ids if the template takes too long, or did so TIMEOUTS_MAX times in a row, or if the pool has
         no room. Raises nothing.
@@ -211,7 +214,8 @@ class PromptReader:
         timeout_count = self._timeouts.get(model, 0)
         if timeout_count >= TIMEOUTS_MAX:
             return TokenizedPrompt()
-        started_s, prompt = time.perf_counter(), TokenizedPrompt()
+        started_s = time.perf_counter()
+        prompt = TokenizedPrompt()
         task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
@@ -232,14 +236,14 @@ class PromptReader:
             log.warning("model %s: %s", model, problem)
 
     async def _read_large(self, body_to_read: _BodyToRead) -> ParsedBody:
-        """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
-        targets: list[PromptTarget] = []
+        """Read a large body in a worker process; if only an engine has the tokenizer, ask it for the token ids."""
+        targets: list[PromptTarget] = []  # the model, once the process has found the body's fields
 
         def make_task(request: RoutingRequest) -> ReadTask:
             target = body_to_read.find_target(request)
             targets.append(target)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
-            task.is_cached = self.conversations.get_renderer(target.base_model) is not None
+            task.makes_cache_entry = self.conversations.get_renderer(target.base_model) is not None
             return task
 
         started_s = time.perf_counter()
@@ -280,18 +284,17 @@ class PromptReader:
     def _make_continued_body(
         self, continuation: Continuation | None, read_s: float, body_to_read: _BodyToRead
     ) -> ParsedBody | None:
-        """Return the parsed body of a request that continues a cached conversation.
+        """Return the parsed body of a request of which only the messages after the cached ones were read.
 
-        Only the messages after the cached ones were read and tokenised, in `read_s` seconds. Return None if the whole
-        body must be read after all: there is no continuation, its prompt is too long, or its model is another one.
+        `read_s`: seconds that this took. Return None if the whole body must be read after all: there is no
+        `continuation`, its prompt is too long, or the request is for another model.
         """
         if continuation is None:
             return None
         request, conversation = continuation.tail.request, continuation.conversation
         target = body_to_read.find_target(request)
-        max_chars = ((target.tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
-        # A prompt of more characters has more tokens than the model takes, even if each token is as long as possible.
-        if target.base_model != conversation.model or continuation.char_count > max_chars:
+        chars_max = ((target.tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
+        if target.base_model != conversation.model or continuation.char_count > chars_max:
             return None
         body = body_to_read.body.body
         self._begin_check_if_due(continuation, body)
@@ -317,7 +320,7 @@ class PromptReader:
             task.add_done_callback(self._check_tasks.discard)
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
-        """Read the whole body in a thread or a worker process, and compare the ids with those of the continuation."""
+        """Compare the token ids of a continued prompt with those of the whole body, which is read in the background."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
@@ -338,19 +341,18 @@ class PromptReader:
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
         renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt of a request for routing, as `tokenize_prompt`. For any thread.
+        """Tokenise the prompt of a request for routing, and measure the time. Thread-safe.
 
-        Nothing is raised for a prompt that cannot be tokenised: the token ids are None, and the worker reports the
-        error to the client.
+        Raises nothing for a prompt that cannot be tokenised: the token ids are None, and the worker reports the error
+        to the client. With `body` and `renderer`, the result also has a cache entry of the conversation.
         """
-        if _may_take_long(request, tokenizer):  # since another chat, while this one waited for its thread
+        if _may_take_long(request, tokenizer):  # this was found out while the request waited for its thread
             return TokenizedPrompt()
-        prompt, read_s = self._run_timed(
-            partial(
-                tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer,
-                makes_outline=self._makes_outlines and renderer is not None,
-            )
-        )  # fmt: skip
+        makes_outline = self._makes_outlines and renderer is not None
+        work = partial(
+            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline
+        )
+        prompt, read_s = self._run_timed(work)
         prompt = prompt or TokenizedPrompt()
         prompt.seconds = read_s
         return prompt
@@ -377,11 +379,17 @@ class PromptReader:
         """Return the task by which a worker process reads a body for a base model."""
         remote_model = model if self.tokenizers.is_remote(model) else None
         template = self.tokenizers.get_template(model)
-        as_sent = template is not None and template.keeps_messages_as_sent
         checkpoint = self.tokenizers.checkpoint_by_model.get(model)
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             checkpoint = None
-        return ReadTask(kind, checkpoint, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
+        return ReadTask(
+            kind=kind,
+            checkpoint=checkpoint,
+            tokens_max=tokens_max,
+            remote_model=remote_model,
+            keeps_messages_as_sent=template is not None and template.keeps_messages_as_sent,
+            makes_outline=self._makes_outlines,
+        )
 
     def close(self) -> None:
         """Cancel the background checks of continued prompts."""

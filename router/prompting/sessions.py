@@ -75,10 +75,10 @@ class Session(NamedTuple):
 
 
 class SessionNames:
-    """Finds the session of a request in its headers and its body, by NAME_SOURCES and the operator's headers."""
+    """Reads the name of a request's session from the headers and body fields in which clients send it."""
 
     def __init__(self, extra_headers: Sequence[str] = ()) -> None:
-        """`extra_headers` take precedence over NAME_SOURCES. Each is `NAME` for a session, or `MEANING=NAME`."""
+        """`extra_headers` come before those in NAME_SOURCES; each is `NAME` for a session's name, or `MEANING=NAME`."""
         extra_sources = [_parse_extra_header(text) for text in extra_headers]
         header_sources = [source for source in (*extra_sources, *NAME_SOURCES) if source.location == "header"]
         self._header_meanings = [(source.name.lower().encode(), source.meaning) for source in header_sources]
@@ -101,18 +101,25 @@ class SessionNames:
         Each agent of a session has a session of its own. For example, agent `a` of session `s` has session `s/a`. Its
         parent is `s/b` if agent `b` started it, or `s`.
         """
-        main = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
-        if not main:
+        main_name = (
+            name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
+        )
+        if not main_name:
             return _NO_SESSION
-        name, parent = main, name_by_meaning.get("parent")
-        agent, parent_agent = name_by_meaning.get("agent", main), name_by_meaning.get("parent_agent", main)
-        if agent != main:  # the main agent is called as the session
-            name = f"{main}/{agent}"
-            parent = main if parent_agent == main else f"{main}/{parent_agent}"
+        name = main_name
+        parent_name = name_by_meaning.get("parent")
+        agent = name_by_meaning.get("agent", main_name)
+        if agent != main_name:  # the main agent has the name of the session
+            name = f"{main_name}/{agent}"
+            parent_agent = name_by_meaning.get("parent_agent", main_name)
+            parent_name = main_name if parent_agent == main_name else f"{main_name}/{parent_agent}"
         name = shorten_name(name)
-        parent = None if parent is None else shorten_name(parent)
+        if parent_name is not None:
+            parent_name = shorten_name(parent_name)
+        if parent_name == name:  # no session is its own parent
+            parent_name = None
         is_final = name_by_meaning.get("final", "").lower() in ("true", "1")
-        return Session(name, None if parent == name else parent, is_final)  # no session is its own parent
+        return Session(name, parent_name, is_final)
 
 
 _NO_SESSION = Session()

@@ -7,6 +7,7 @@ must be those of a full read each time, and some of the turns must be found in t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -60,7 +61,10 @@ vary a message: `call+text` is a call with a text.
 
 
 def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
-    """Return the messages of one of the _SHAPES. Most contain `filler`, so that the conversation is worth caching."""
+    """Make the messages of a test conversation from a shape such as `question call+text result answer`.
+
+    Each word is a message; words after a plus sign vary it. Most messages contain `filler`, a text worth caching.
+    """
     messages: list[dict[str, Any]] = []
     open_call_ids: list[str] = []
     for number, word in enumerate(shape.split()):
@@ -68,7 +72,8 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
         message: dict[str, Any] = {"role": _ROLES[kind], "content": f"Message {number}. {filler}"}
         if kind == "call":
             function = {"name": "weather", "arguments": '{"city": "Paris"}'}
-            call_ids = [f"call{number:04}{i}" for i in range(2 if "two" in variants else 1)]
+            call_count = 2 if "two" in variants else 1
+            call_ids = [f"call{number:04}{i}" for i in range(call_count)]
             message["content"] = "I look." if "text" in variants else None
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id in call_ids]
             open_call_ids += call_ids
@@ -87,33 +92,37 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
 
 
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
-    """Return why conversations of a chat template must be rendered whole; None if they need not."""
-    reused_count = 0
+    """Try by test conversations whether a chat template's token ids can be cached and continued turn by turn.
+
+    Return the reason if not: conversations must then be rendered whole for each turn. Return None if they can.
+    """
+    total_hits = 0
     for filler in _FILLERS:
         variants: list[dict[str, Any]] = [{}]
         if filler is _FILLERS[0]:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
-        for name, shape in _SHAPES.items():
-            for fields in variants:
-                if not renderer.template.is_bounded:
-                    return "its chat template may take too long"
-                hit_count, problem = _compare_cached_and_full_reads(renderer, _make_conversation(shape, filler), fields)
-                if problem is not None:
-                    return f"{name}: {problem}"
-                reused_count += hit_count
-    return None if reused_count else "no prompt of a conversation begins with an earlier one"
+        for (name, shape), fields in product(_SHAPES.items(), variants):
+            if not renderer.template.is_bounded:
+                return "its chat template may take too long"
+            conversation = _make_conversation(shape, filler)
+            hit_count, problem = _compare_cached_and_full_reads(renderer, conversation, fields)
+            if problem is not None:
+                return f"{name}: {problem}"
+            total_hits += hit_count
+    return None if total_hits else "no prompt of a conversation begins with an earlier one"
 
 
 def _compare_cached_and_full_reads(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
 ) -> tuple[int, str | None]:
-    """Read a conversation turn by turn, each turn whole and by the cached turns before it, and compare the token ids.
+    """Tokenise each turn of a conversation twice, whole and with the cache of earlier turns, and compare the token ids.
 
     Return the number of turns that were continued from a cached turn, and how the ids of a turn differed, if they did.
-    Stop there, or when the template refuses the conversation. `fields`: further fields of the bodies.
+    Stop there, or when the template refuses the conversation. `fields`: further fields of the request bodies.
     """
-    reader, hit_count = ConversationReader(CACHE_BYTES), 0
-    reader.allow("", renderer)  # the model of entries that name none
+    hit_count = 0
+    reader = ConversationReader(CACHE_BYTES)
+    reader.allow("", renderer)  # the model of cached conversations that name none
     for body in _make_bodies(conversation, fields):
         request = parse_routing_of_kind("chat", body)
         try:

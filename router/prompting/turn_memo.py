@@ -56,10 +56,10 @@ class PlainTurn(msgspec.Struct, frozen=True):
 
 
 class TurnPieces(msgspec.Struct, frozen=True, eq=False):
-    """Pieces of text that a template writes before, between and after the texts of new messages.
+    """Pieces of text that a chat template writes before, between and after the texts of new messages.
 
     For example, a template writes a question as `<user>`, its text and `</user>`: the pieces are `<user>` and
-    `</user>`.
+    `</user>`. With them, equal turns with other texts need not be rendered.
     """
 
     pieces: tuple[str, ...]
@@ -68,54 +68,54 @@ class TurnPieces(msgspec.Struct, frozen=True, eq=False):
     """Number of messages -> place after them at which the text may be cut."""
 
     def fill(self, texts: Sequence[str]) -> str:
-        """Return the prompt of these texts."""
+        """Return what the template writes for messages with these texts."""
         parts = [self.pieces[0]]
         for text, piece in zip(texts, self.pieces[1:]):
             parts.append(text)
             parts.append(piece)
         return "".join(parts)
 
-    def add_cut(
-        self, texts: Sequence[str], message_count: int, tail_chars: int, rendered: RenderedPlaceholders
-    ) -> None:
-        """Remember where the prompt of `texts` may be cut after the first messages, if that is within a piece.
+    def add_cut(self, texts: Sequence[str], message_count: int, tail_chars: int, prefix: RenderedPlaceholders) -> None:
+        """Store that the prompt of `texts` may be cut after the first messages, if the cut is within a piece.
 
-        `tail_chars`: characters after the cut. `rendered`: placeholders for the conversation before it.
+        `tail_chars`: characters after the cut. `prefix`: placeholders for the conversation before the cut.
         """
-        fixed_chars = tail_chars - sum(map(len, texts[message_count:]))
+        template_chars = tail_chars - sum(map(len, texts[message_count:]))
         later_piece_chars = sum(map(len, self.pieces[message_count + 1 :]))
-        if later_piece_chars < fixed_chars <= later_piece_chars + len(self.pieces[message_count]):
-            self.cuts[message_count] = PieceCut(fixed_chars, rendered)
+        if later_piece_chars < template_chars <= later_piece_chars + len(self.pieces[message_count]):
+            self.cuts[message_count] = PieceCut(template_chars, prefix)
 
 
 class PieceCut(NamedTuple):
     """A place in the text of a turn at which it may be cut, whatever the texts of the messages are."""
 
-    fixed_chars: int
-    """Characters after it that the template writes, besides the texts of messages."""
-    rendered: RenderedPlaceholders
-    """Placeholders for the conversation before it."""
+    template_chars: int
+    """Characters after the cut that the template writes, besides the texts of messages."""
+    prefix: RenderedPlaceholders
+    """Placeholders for the conversation before the cut."""
 
 
 def find_pieces(turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]) -> TurnPieces | None:
-    """Find what a template writes around the texts of a turn, by rendering random texts in their place.
+    """Find what a chat template writes around the texts of new messages, by rendering random texts in their place.
 
     If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`. `text`: what the
-    template wrote for the turn. `render` renders other messages in its place, or returns None if the template refuses
-    them. Return None if the template does not write each text once and in order, or if the pieces do not give `text` or
-    are too long.
+    template wrote for `turn`. `render` renders other messages, or returns None if the template refuses them. Return
+    None if the pieces are too long, or do not give `text`: then the template does more than to insert the texts.
     """
-    if len(text) - sum(map(len, turn.texts)) > CHARS_MAX:
+    template_chars = len(text) - sum(map(len, turn.texts))
+    if template_chars > CHARS_MAX:
         return None
-    frames = turn.key.frames
-    random_texts = [f"x{secrets.token_hex(8)}x" for _ in frames]
-    rendered_text = render([
+    random_texts = [f"x{secrets.token_hex(8)}x" for _ in turn.texts]
+    random_messages = [
         {"role": frame.role, "content": frame.space_before + random_text + frame.space_after}
-        for random_text, frame in zip(random_texts, frames)
-    ])  # fmt: skip
-    parts = re.split(f"({'|'.join(random_texts)})", rendered_text or "")
-    pieces = TurnPieces(tuple(parts[::2]), {})
-    return pieces if parts[1::2] == random_texts and pieces.fill(turn.texts) == text else None
+        for frame, random_text in zip(turn.key.frames, random_texts)
+    ]
+    rendered_text = render(random_messages) or ""
+    pieces_and_texts = re.split(f"({'|'.join(random_texts)})", rendered_text)  # every second one is a text
+    if pieces_and_texts[1::2] != random_texts:
+        return None
+    pieces = TurnPieces(tuple(pieces_and_texts[::2]), {})
+    return pieces if pieces.fill(turn.texts) == text else None
 
 
 def read_plain_turn(
@@ -126,15 +126,16 @@ def read_plain_turn(
     inputs_digest: bytes,
     clock: tuple[str, ...],
 ) -> PlainTurn | None:
-    """Split new messages into the memo's key and their texts; return None if a template may change a text.
+    """Return new messages as texts and the key of the cached text around them; None if a template may change a text.
 
     For example, the message {"role": "user", "content": " Hi"} has the frame ("user", " ", "") and the text "Hi", as a
-    template may trim white space. `markers`: strings for which the template searches. The other keyword arguments
-    become fields of the key.
+    template may trim white space. `markers`: strings for which the template searches, such as `</think>`.
+    `prefix_digest`, `inputs_digest` and `clock` become fields of the key.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
-    texts, frames = list[str](), list[MessageFrame]()
+    texts: list[str] = []
+    frames: list[MessageFrame] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if type(content) is not str or len(message) != 2 or type(role) is not str:

@@ -433,14 +433,14 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
         task = ReadTask("chat", Checkpoint("folder"), None, None, False)
-        task.is_cached = True
+        task.makes_cache_entry = True
         read_result = _read_body(task, body, tokenizer)
         assert (read_result.prompt.conversation is None) == (keep is not None)
 
 
 def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
     body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
-    task = ReadTask("chat", Checkpoint("folder"), is_cached=True, is_outlined=False)
+    task = ReadTask("chat", Checkpoint("folder"), makes_cache_entry=True, makes_outline=False)
     prompt, reader = _read_body(task, body, tokenizer).prompt, ConversationReader(1 << 20)
     assert prompt.outline is None
     assert prompt.conversation is not None

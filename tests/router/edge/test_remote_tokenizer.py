@@ -174,7 +174,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         ids = edge.prompts.tokenize(parsed, edge.prompts.tokenizers.get("m")).token_ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.make_task("m", "chat", None)
-        assert order.as_sent is older
+        assert order.keeps_messages_as_sent is older
         shelf = WorkerState(None)
         _load_tokenizer(shelf, order.checkpoint)
         shelf.body = json.dumps(asked).encode()
