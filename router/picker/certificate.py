@@ -18,23 +18,25 @@ LIFETIME = datetime.timedelta(days=3650)
 
 
 def make_self_signed_certificate(host: str) -> tuple[bytes, bytes]:
-    """Return a certificate for `host`, this machine's name and localhost, and its private key, both PEM."""
+    """Return a TLS certificate for `host`, this machine's name and localhost, and its private key, both as PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
     hosts: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName(socket.gethostname())]
     try:
         hosts.append(x509.IPAddress(ipaddress.ip_address(host)))
     except ValueError:
         hosts.append(x509.DNSName(host))
-    # A gateway's clock may be behind this machine's.
+    # The clock of the other side may be behind this machine's.
     valid_from = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)
-    certificate = (
-        x509.CertificateBuilder(
-            issuer, issuer, key.public_key(), x509.random_serial_number(), valid_from, valid_from + LIFETIME
-        )
-        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)  # it is its own issuer
-        .sign(key, SHA256())
+    builder = x509.CertificateBuilder(
+        issuer_name=name,
+        subject_name=name,
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=valid_from,
+        not_valid_after=valid_from + LIFETIME,
     )
-    private_key = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return certificate.public_bytes(Encoding.PEM), private_key
+    builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    certificate_pem = builder.sign(key, SHA256()).public_bytes(Encoding.PEM)
+    return certificate_pem, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -32,6 +32,6 @@ class PickerConfig:
 
     @property
     def priorities(self) -> dict[str, int]:
-        """Priority of the requests of each objective."""
+        """Priority of requests by the name of their objective, from the texts NAME=N."""
         pairs = (objective.rpartition("=") for objective in self.objectives)
         return {name: int(priority) for name, _, priority in pairs}

@@ -99,23 +99,30 @@ class ExtProcStream:
     """
 
     def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
-        """`body_bytes_max`: a longer body of a request is refused."""
+        """Make a stream before its first message. `handler` chooses the endpoint.
+
+        `body_bytes_max`: a longer body of a request is refused.
+        """
         self._handler = handler
         self._body_bytes_max = body_bytes_max
         self._responses: list[Response] = []
+        """Messages for Envoy that are not sent yet."""
+        self.phase = Phase.HEAD
+        # How Envoy sends the bodies of the request and of the response.
+        self._request_mode = DUPLEX
+        self._response_mode = DUPLEX
+
         self.request: HttpRequest | None = None
         """The request, with its head and maybe not all of its body; None before the head."""
-        self._request_mode = self._response_mode = DUPLEX
-        self._body = BodyPieces()
-        """Body of the request, as far as it has come."""
-        self._is_head_answered = False
-        """Whether Envoy was told to go on after the head, before a worker was chosen."""
-        self._has_trailers = False
-        self._original_pieces: tuple[bytes, ...] = ()
-        """Body before the handler changed it."""
-        self.phase = Phase.HEAD
         self.allowed_endpoints: list[str] | None = None
         """Endpoints that may be chosen; None for all."""
+        self._is_head_answered = False
+        """Whether Envoy was told to go on after the head, before a worker was chosen."""
+        self._body = BodyPieces()
+        """Body of the request, as far as it has come."""
+        self._original_pieces: tuple[bytes, ...] = ()
+        """Body of the complete request, before the handler changed it."""
+        self._has_trailers = False
 
     @property
     def sees_response_body(self) -> bool:
@@ -128,7 +135,10 @@ class ExtProcStream:
         return responses
 
     def receive(self, message: Request) -> None:
-        """Take a message. Raises UnexpectedMessage for a fault of the gateway, RequestError for one of the client."""
+        """Process a message of Envoy about a part of the request or of its response.
+
+        Raises UnexpectedMessage for a fault of Envoy, and RequestError for one of the client.
+        """
         message_kind = message.WhichOneof("request")
         if message_kind == "request_headers":
             self._handle_request_headers(message)
@@ -148,18 +158,19 @@ class ExtProcStream:
             raise UnexpectedMessage("a message without a request in it")
 
     def choose(self, choice: Choice) -> None:
-        """Tell Envoy the chosen endpoint, and send back the request's body if Envoy streamed it to the router.
+        """Tell Envoy the endpoint that was chosen for the complete request.
 
-        The stream must be in `Phase.CHOOSING`: the request is complete, and no endpoint was chosen.
+        If Envoy streamed the request's body to the router, the body is sent back.
         """
         request = self.request
         assert self.phase is Phase.CHOOSING, f"chosen while {self.phase.value}"
         assert request is not None
         self.phase = Phase.CHOSEN
         self._responses.append(self._build_choice_response(request, choice))
-        if self._request_mode == DUPLEX and request.has_body:
-            bodies = split_body(request.pieces, ends=not self._has_trailers)
-            self._responses += [pb.ProcessingResponse(request_body=body) for body in bodies]
+        is_body_streamed = self._request_mode == DUPLEX and request.has_body
+        if is_body_streamed:
+            for body in split_body(request.pieces, ends=not self._has_trailers):
+                self._responses.append(pb.ProcessingResponse(request_body=body))
             if self._has_trailers:
                 self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         self._release_body()
@@ -167,8 +178,8 @@ class ExtProcStream:
     def _build_choice_response(self, request: HttpRequest, choice: Choice) -> Response:
         """Return the message that has Envoy send the request to the chosen endpoints, with the changed headers.
 
-        It replies to the head of the request. If Envoy buffers bodies, the head was answered already to get the body:
-        then the message replies to the body, and contains the new body if the router changed it.
+        The message replies to the head of the request. If Envoy buffers bodies, the head was answered already to get
+        the body. Then the message replies to the body, and contains the new body if the router changed it.
         """
         endpoints = ",".join(choice.endpoints)
         set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.set_headers]
@@ -200,15 +211,17 @@ class ExtProcStream:
         self._release_body()
 
     def _handle_request_headers(self, message: Request) -> None:
-        """Read the head and how the body will come. Without a body to wait for, the request is complete."""
+        """Read the head of the request, and choose an endpoint by it unless Envoy sends a body first."""
         self._expect_phase("request_headers", Phase.HEAD)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         self.allowed_endpoints = read_subset_hint(message)
-        request = self.request = read_head(message.request_headers)
+        request = read_head(message.request_headers)
+        self.request = request
         self.phase = Phase.BODY
-        if not request.has_body or self._request_mode not in (DUPLEX, BUFFERED):
+        sees_body = request.has_body and self._request_mode in (DUPLEX, BUFFERED)
+        if not sees_body:
             if request.method not in ("GET", "HEAD", "DELETE"):
                 request.path = UNREAD_BODY_PATH
             self._complete(request)
@@ -217,9 +230,9 @@ class ExtProcStream:
             self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
     def _handle_request_body(self, body: Request) -> None:
-        """Store a part of the request's body; with the last part, have the handler choose an endpoint.
+        """Store a part of the request's body. Once the body is complete, have the handler choose an endpoint.
 
-        `body`: an `HttpBody` message. Raises RequestError for a body that is too long.
+        `body`: an `HttpBody` message of Envoy. Raises RequestError for a body that is too long.
         """
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         if self.phase is not Phase.BODY:
@@ -257,9 +270,9 @@ class ExtProcStream:
         self._handler.request_complete(request)
 
     def _handle_response_headers(self, message: Request) -> None:
-        """Tell the handler that the answer begins, and add its headers for the client.
+        """Tell the handler that the response begins, and add the handler's headers for the client to it.
 
-        An answer may come before the request is complete, if Envoy or a filter answered by itself.
+        A response may come before the request is complete, if Envoy or one of its filters answered by itself.
         """
         self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
         common_response = None

@@ -49,9 +49,10 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def read_head(headers: Any) -> HttpRequest:
-    """Return the request in an HttpHeaders message, without its body. Raises RequestError if it is malformed.
+    """Convert Envoy's message about the head of a request (HttpHeaders) to a request, yet without its body.
 
-    HTTP/2 has the method and the path in the pseudo-headers `:method` and `:path`.
+    HTTP/2 has the method and the path in the pseudo-headers `:method` and `:path`. Raises RequestError if the head is
+    malformed.
     """
     pseudo_headers: dict[str, bytes] = {}
     pairs: list[Header] = []
@@ -59,7 +60,8 @@ def read_head(headers: Any) -> HttpRequest:
         if name.startswith(":"):
             pseudo_headers[name] = value
             continue
-        if _NAME_PATTERN.fullmatch(name.encode()) is None or _VALUE_PATTERN.fullmatch(value) is None:
+        is_valid = _NAME_PATTERN.fullmatch(name.encode()) and _VALUE_PATTERN.fullmatch(value)
+        if not is_valid:
             raise _make_bad_request_error(f"a malformed header: {name[:80]!r}")
         pairs.append((name.encode(), value))
     method, target = pseudo_headers.get(":method", b""), pseudo_headers.get(":path", b"")

@@ -48,23 +48,23 @@ class PickExchange:
         """Fairness id under which the request is counted; None while it is not counted."""
 
     def place(self, route: RouteRequest) -> None:
-        """Ask the core for a worker, among the endpoints that the gateway allows.
+        """Have a worker chosen for the request, among the endpoints that the gateway allows.
 
         The gateway's objective sets the priority. Within one priority, a request comes after others if its fairness id
-        has more requests in flight: a larger number is a later turn.
+        has more requests in flight.
         """
         if self.context.is_done:
             return
         stream, request = self.client.stream, self.context.request
         objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
-        route.priority = self.picker.priorities.get(objective, route.priority)
-        earlier_requests = self._count_in_flight(_decode_name(request.get_header(FAIRNESS_HEADER)))
-        route.priority = route.priority * PRIORITY_STEP + min(earlier_requests, PRIORITY_STEP - 1)
+        fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER))
+        earlier_requests = min(self._count_in_flight(fairness_id), PRIORITY_STEP - 1)
+        priority = self.picker.priorities.get(objective, route.priority)
+        route.priority = priority * PRIORITY_STEP + earlier_requests  # a larger number is a later turn
         if stream.allowed_endpoints is not None:
             route.allowed_workers = self.picker.endpoints.find_worker_ids(stream.allowed_endpoints)
-        if not stream.sees_response_body:
-            # Then the head of an answer has to stand for its first token, as it can for engines of this project only.
-            route.is_streaming = route.is_streaming and self._proxy.core.registry.is_blockcast(route.model)
+        if not stream.sees_response_body and not self._proxy.core.registry.is_blockcast(route.model):
+            route.is_streaming = False  # when the first token comes is not seen: only our engine sends it with the head
         self._proxy.route(self.context, route)
 
     def _count_in_flight(self, fairness_id: str) -> int:
@@ -79,7 +79,7 @@ class PickExchange:
         return in_flight_counts[self._fairness_id] - 1
 
     def forward(self, decision: Decision) -> None:
-        """Tell Envoy the endpoints of the chosen worker and of the fallbacks, which it tries in that order.
+        """Tell Envoy the endpoints of the chosen worker and of fallbacks, which Envoy tries in that order.
 
         Envoy asks once, so a later decision for the request is only recorded.
         """
@@ -93,10 +93,12 @@ class PickExchange:
             return
         context.progress.sent_at_s = proxy.now()
         authorization = proxy.workers.get_authorization(decision.worker)
-        endpoints = [endpoint, *self._list_fallbacks(decision, authorization)]
-        headers = self._list_worker_headers(decision, authorization)
-        removed_headers = self._list_removed_headers(decision, authorization)
-        self.client.send_choice(Choice(endpoints, set_headers=headers, removed_headers=removed_headers))
+        choice = Choice(
+            endpoints=[endpoint, *self._list_fallbacks(decision, authorization)],
+            set_headers=self._list_worker_headers(decision, authorization),
+            removed_headers=self._list_removed_headers(decision, authorization),
+        )
+        self.client.send_choice(choice)
 
     def _list_worker_headers(self, decision: Decision, authorization: bytes | None) -> list[Header]:
         """Return the headers that Envoy sets on the request to the worker."""
@@ -110,12 +112,12 @@ class PickExchange:
         return headers
 
     def _list_removed_headers(self, decision: Decision, authorization: bytes | None) -> list[str]:
-        """Return the headers of the client that Envoy does not send to the worker.
+        """Return the names of the client's headers that Envoy removes before it sends the request to the worker.
 
         `authorization`: the worker's own key; empty if it gets none, None if it gets the client's.
         """
         allowed_headers = set(self._proxy.passed_fields)
-        if decision.rank is not None:
+        if decision.rank is not None:  # this header is set by the router
             allowed_headers.add(RANK_HEADER)
         removed_headers = sorted(WORKER_HEADERS - allowed_headers)
         if authorization is not None:
@@ -162,7 +164,7 @@ class PickExchange:
             self.client.respond_error(error)
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
-        """Record the head of an answer, and return headers for the client.
+        """Record that the answer begins, and return headers for the client.
 
         `served_by`: endpoint that answers. For example, Envoy was told the endpoints of workers A and B, and B answers:
         then A has failed, and the request moves to B. A status such as 503 is a failure of the worker that answers.
@@ -170,16 +172,17 @@ class PickExchange:
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
             return ()
-        now = proxy.now()
         self._status = status
-        context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
-        served_by_worker = None if served_by is None else self.picker.endpoints.get_worker_id(served_by)
-        if served_by_worker is not None and served_by_worker != context.decision.worker:
-            self._record_fallback(served_by_worker)
-        failure = RETRYABLE_STATUSES.get(status)
-        if failure is not None:
-            proxy.record_failed_attempt(context.decision, failure, f"{status}, as Envoy says")
-            proxy.withdraw(context, failure)
+        now = proxy.now()
+        context.progress.first_byte_at_s = now
+        context.progress.last_byte_at_s = now
+        answering_worker = None if served_by is None else self.picker.endpoints.get_worker_id(served_by)
+        if answering_worker is not None and answering_worker != context.decision.worker:
+            self._record_fallback(answering_worker)
+        failure_kind = RETRYABLE_STATUSES.get(status)
+        if failure_kind is not None:
+            proxy.record_failed_attempt(context.decision, failure_kind, f"{status}, as Envoy says")
+            proxy.withdraw(context, failure_kind)
         elif status == 200 and not self.client.stream.sees_response_body:
             self._record_first_token(now)
         return _build_decision_headers(context.decision) if proxy.config.cache_headers else ()

@@ -27,7 +27,7 @@ from router.picker.messages import Request
 
 
 class Picker:
-    """State that all requests of the endpoint picker share, and the functions that read and place a request."""
+    """State that all requests of the endpoint picker, the gRPC service that Envoy asks for workers, have in common."""
 
     def __init__(
         self,
@@ -38,8 +38,10 @@ class Picker:
         find_tenant: Callable[[Client, HttpRequest], str],
         dispatch: Callable[[Client, HttpRequest], None],
     ) -> None:
-        """`find_tenant` returns the tenant by the request's API key, and `dispatch` reads a request and places it, now
-        or later. Both raise RequestError.
+        """Make the state of a picker that has no requests yet.
+
+        `find_tenant` returns the tenant by the request's API key. `dispatch` reads a request and has a worker chosen,
+        now or later. Both raise RequestError.
         """
         self.proxy = proxy
         self.config = config
@@ -47,7 +49,9 @@ class Picker:
         self.find_tenant = find_tenant
         self.dispatch = dispatch
         self.priorities = config.priorities
+        """Priority of requests by the name of their objective."""
         self.scheduler = FairScheduler()
+        """Shares the event loop among requests with compressed bodies."""
         self.in_flight_counts: Counter[str] = Counter()
         """Requests in flight by fairness id."""
 
@@ -60,19 +64,22 @@ class PickerClient:
     """
 
     def __init__(self, picker: Picker, peer: str) -> None:
-        """`peer`: address of the Envoy that sent the request."""
+        """Make the client of one request before its first message. `peer`: address of the Envoy that sends it."""
         self.picker = picker
         self.peer = peer
         self.tenant = peer
         """Tenant by the request's API key; the address until the key is checked."""
+        self.stream = ExtProcStream(self, picker.proxy.config.limits.body_bytes_max)
+        self._path = ""
+        self._charge = BufferCharge(picker.proxy.budget)
+        """Bytes of the request's body, which count against the router's limit."""
+
         self.responder: Responder | None = None
+        """Handles the request: first the task that decodes its body, then the exchange."""
         self.answer_reader: AnswerReader | None = None
         """The exchange, from its beginning to the end of the stream."""
         self.has_response_started = False
         self.cors_headers = b""
-        self._path = ""
-        self._charge = BufferCharge(picker.proxy.budget)
-        self.stream = ExtProcStream(self, picker.proxy.config.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a worker is chosen, or the request is refused or abandoned."""
         self.is_abandoned = False

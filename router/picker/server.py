@@ -67,20 +67,20 @@ class PickerServer:
         log.info("gRPC health checks on %s:%d", host, bound_health_port)
 
     def _make_picker_server(self) -> grpc.aio.Server:
-        """Return the gRPC server at which Envoy asks for workers: `_serve_stream` serves each of its streams."""
+        """Return the gRPC server that Envoy asks for workers. `_serve_stream` serves each of its streams."""
         message_bytes_max = self._picker.proxy.config.limits.body_bytes_max + ENVELOPE_BYTES
-        server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
-                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.http2.max_concurrent_streams", STREAMS_MAX),
-                ("grpc.so_reuseport", 0),
-            )
+        options = (
+            ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.http2.max_concurrent_streams", STREAMS_MAX),
+            ("grpc.so_reuseport", 0),
         )
+        server = grpc.aio.server(options=options)
         process_handler = grpc.stream_stream_rpc_method_handler(
             self._serve_stream, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process_handler}),))
+        service = grpc.method_handlers_generic_handler(SERVICE, {"Process": process_handler})
+        server.add_generic_rpc_handlers((service,))
         return server
 
     async def start(self) -> None:
@@ -114,7 +114,7 @@ class PickerServer:
     async def _serve_stream(self, _request_iterator: Any, context: Any) -> None:
         """Serve one gRPC stream of Envoy, which opens one for each HTTP request that it asks about.
 
-        An error ends this stream alone. gRPC passes `_request_iterator`, which reads more slowly than `context.read`.
+        An error ends this stream alone. The first argument is gRPC's: `context.read` reads messages faster.
         """
         client = PickerClient(self._picker, context.peer())
         self.open_stream_count += 1
@@ -136,7 +136,7 @@ class PickerServer:
 
 
 async def _answer_messages(client: PickerClient, context: Any) -> None:
-    """Read Envoy's messages about one request (head, body, answer) one by one, and reply to each.
+    """Read Envoy's messages about one request (its head, body and answer) one by one, and reply to each.
 
     Once the request is complete, the reply waits until the router has chosen a worker.
     """

@@ -32,10 +32,10 @@ _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 
 
 class BlockScaledIndex:
-    """Wrapper of a simulation's index, which takes prompts as block ids, for a core that counts in tokens.
+    """Prefix index of a simulation, in which each block of a prompt has one id in place of `block_tokens` token ids.
 
-    The inner index stores each block id as a block of one token. So this class multiplies the lengths that the inner
-    index returns by `block_tokens`, and divides the lengths that are passed to the inner index.
+    The wrapped index takes each block id for a block of one token. So this class multiplies the lengths that the
+    wrapped index returns by `block_tokens`, and divides those that are passed to it.
     """
 
     def __init__(self, inner: PrefixIndex, block_tokens: int) -> None:
@@ -43,21 +43,21 @@ class BlockScaledIndex:
         self._block_tokens = block_tokens
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner index, as most of its methods use no length in tokens."""
+        """Return an attribute of the wrapped index: most of its methods use no length in tokens."""
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        """Return the key of each chunk of `chunk_tokens` tokens.
+        """Return the key of each chunk of `chunk_tokens` tokens, such as a digest of the prompt up to its end.
 
-        A block has one id, so chunks that are smaller than a block have no ids of their own: their keys are derived
-        from the key of their block.
+        Chunks that are smaller than a block have no ids of their own: their keys are derived from that of the block.
         """
-        keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block_tokens, 1))
-        chunks_of_block = range(max(self._block_tokens // chunk_tokens, 1))
-        return [(key + chunk * _CHUNK_KEY_STEP) % 2**64 for key in keys for chunk in chunks_of_block]
+        blocks_per_chunk = max(chunk_tokens // self._block_tokens, 1)
+        chunks_per_block = max(self._block_tokens // chunk_tokens, 1)
+        keys = self._inner.chunk_keys(token_ids, scope, blocks_per_chunk)
+        return [(key + chunk * _CHUNK_KEY_STEP) % 2**64 for key in keys for chunk in range(chunks_per_block)]
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
-        """Return the cached prefixes of a prompt, with lengths in tokens."""
+        """Return how much of a prompt each worker has cached, in tokens."""
         matches = []
         for match in self._inner.match(token_ids, scope, *options):
             gpu_tokens = match.gpu_tokens * self._block_tokens
@@ -73,7 +73,7 @@ class BlockScaledIndex:
         return matches
 
     def add_holder(self, model: str) -> HolderId:
-        """Add a worker's rank, and declare to the inner index that its blocks have one token id each."""
+        """Add a worker, and declare to the wrapped index that each of its blocks has one token id."""
         holder = self._inner.add_holder(model)
         self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
         return holder

@@ -17,14 +17,16 @@ from options.bounded_dict import BoundedDict
 
 
 class ObservedRequest(msgspec.Struct):
-    """A request that `router shadow` saw, with what is known of its answer. All times are seconds of one clock."""
+    """A request to another load balancer that `router shadow` saw, and its answer. All times are in seconds."""
 
     serial: int
+    """Number of the request, from 0 in the order in which they were seen."""
     arrival_s: float
     block_ids: array[int]
     """Digest of each block of the prompt, a partial last one included; equal for equal prefixes."""
     prompt_tokens: int
     worker: str
+    """Id of the worker that answered."""
     cached_tokens: int | None = None
     """Cached tokens of the prompt, by its answer or by the worker's events."""
     first_token_s: float | None = None
@@ -38,52 +40,55 @@ class ObservedRequest(msgspec.Struct):
 
 
 class PromptEnd(NamedTuple):
-    """The end of a prompt that a later one may continue."""
+    """Length and digest of a prompt that a later one may continue."""
 
     serial: int
-    """Number that identifies the prompt's request."""
+    """Number of the prompt's request."""
     tokens: int
     digest: int
     """Digest of all tokens of the prompt."""
 
 
 class PromptEnds:
-    """Ends of the last `max_prompts` prompts, to find the earlier request that a new request continues."""
+    """The last `max_prompts` prompts, to find the earlier turn of a conversation that a new prompt continues."""
 
     def __init__(self, max_prompts: int) -> None:
-        self._end_by_block: BoundedDict[int, PromptEnd] = BoundedDict(max_prompts)
-        """The latest prompt that ends after each last full block, by its digest; the oldest is dropped first."""
+        self._prompt_by_last_block: BoundedDict[int, PromptEnd] = BoundedDict(max_prompts)
+        """Digest of a prompt's last full block -> the latest prompt with that block. The oldest is dropped first."""
 
-    def add(self, end: PromptEnd, block_ids: Sequence[int], full_block_count: int) -> None:
-        """Add the end of a prompt, unless it is shorter than a block.
+    def add(self, prompt: PromptEnd, block_ids: Sequence[int], full_block_count: int) -> None:
+        """Add a prompt, unless it is shorter than a block.
 
         `block_ids`: digests of its blocks. The prompt fills the first `full_block_count` of them.
         """
         if full_block_count:
-            self._end_by_block[block_ids[full_block_count - 1]] = end
+            last_full_block = block_ids[full_block_count - 1]
+            self._prompt_by_last_block[last_full_block] = prompt
 
     def find_continued(self, block_ids: Sequence[int], is_prefix: Callable[[PromptEnd], bool]) -> int | None:
         """Return the serial number of the request with the longest prompt that begins a new one; None if none does.
 
         `block_ids`: digests of the blocks of the new prompt. `is_prefix` returns whether the new prompt begins with all
-        tokens of an earlier one. A shared block does not prove that: the earlier prompt may have a partial block after
-        it, which differs.
+        tokens of an earlier one: with its last tokens too, which may fill only a part of a block.
         """
-        candidates = (self._end_by_block[block] for block in reversed(block_ids) if block in self._end_by_block)
-        return next((earlier.serial for earlier in candidates if is_prefix(earlier)), None)
+        for block in reversed(block_ids):
+            earlier_prompt = self._prompt_by_last_block.get(block)
+            if earlier_prompt is not None and is_prefix(earlier_prompt):
+                return earlier_prompt.serial
+        return None
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return for each request the index of the earlier request after which the client sent it; None if there is none.
+    """Return for each request the index of the earlier one that its client waited for, or None.
 
-    `requests` are in the order of arrival. A request waited for the one that it continues, if that had ended before it
-    arrived. Else both of them waited for the same request.
+    `requests` are in the order of arrival. In a conversation, a client waits for the answer to the turn before. If that
+    answer had not ended when the request arrived, the client sent both after the same earlier answer.
     """
     index_by_serial = {request.serial: i for i, request in enumerate(requests)}
-    named_predecessors = _find_named_predecessors(requests)
+    index_of_same_user = _find_previous_of_user(requests)
     predecessors: list[int | None] = []
     for i, request in enumerate(requests):
-        predecessor = named_predecessors.get(i)
+        predecessor = index_of_same_user.get(i)
         if predecessor is None and request.continues is not None:
             predecessor = index_by_serial.get(request.continues)
         while predecessor is not None and not _ended_before(requests[predecessor], request):
@@ -96,8 +101,8 @@ def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
     return earlier.end_s is not None and earlier.end_s <= following.arrival_s
 
 
-def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
-    """Return the index of the previous request of the same user, for users with requests that never overlap.
+def _find_previous_of_user(requests: Sequence[ObservedRequest]) -> dict[int, int]:
+    """Map the index of each request to that of the user's previous request, for users with requests that never overlap.
 
     Several clients may share a name. Then their requests overlap, and the name shows nothing.
     """

@@ -76,7 +76,7 @@ class Recorder:
         self._prompt_ends = PromptEnds(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
-        """Record the mirrored copy of a request, for which this router chose a worker but sent nothing.
+        """Record the copy of a request that another load balancer sends to a worker.
 
         A copy does not tell which worker answers the original. That worker is found later: its cache soon has the
         blocks of the prompt.
@@ -93,17 +93,22 @@ class Recorder:
         self._place_predecessor(observed.continues, cached_tokens)
         if len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
-        else:
-            full_block_tokens = (route.prompt_tokens - 1) // self.block * self.block
-            self._open[observed.serial] = UnplacedRequest(
-                observed, context, route, decision, full_block_tokens, cached_tokens, self.now()
-            )
+            return
+        self._open[observed.serial] = UnplacedRequest(
+            observed,
+            context,
+            route,
+            decision,
+            full_block_tokens=(route.prompt_tokens - 1) // self.block * self.block,
+            cached_tokens_at_arrival=cached_tokens,
+            next_search_s=self.now(),
+        )
 
     def place_open_requests(self, now: float) -> None:
-        """Search for the workers of the requests that have none yet, and give up after `placed_s`. Call every tick.
+        """Find out which workers answered the copied requests, and give up after `placed_s`. Call every tick.
 
-        The worker is the one with a cache that has gained the prompt's blocks. If none has after SETTLED_S, it is one
-        that had all of them before.
+        A request was answered by the worker with a KV cache that has gained the prompt's blocks. If no cache has after
+        SETTLED_S, it was the worker that had all blocks before.
         """
         for request in list(self._open.values()):
             if now < request.next_search_s:
@@ -167,17 +172,18 @@ class Recorder:
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
         """Find the worker that answered a request: its cache has gained the prompt since the request arrived.
 
-        A cache has gained the prompt if it has all full blocks now, and lacked one when the request arrived. Of several
-        such caches, the one that gained most tokens counts. Return None if there is none, or if two gained equally
-        many. `cached_tokens`: tokens of the prompt that each target has now.
+        `cached_tokens`: tokens of the prompt in the cache of each worker now. A cache has gained the prompt if it has
+        all full blocks now, and lacked some at the arrival. Return the worker that gained most tokens; None if there is
+        none, or two gained equally many.
         """
-        workers_by_growth: defaultdict[int, list[str]] = defaultdict(list)
+        workers_by_gained_tokens: defaultdict[int, list[str]] = defaultdict(list)
         for target in self.core.tracker.targets.values():
             tokens_before = request.cached_tokens_at_arrival.get(target.name, 0)
             tokens_now = min(cached_tokens.get(target.name, 0), request.observed.prompt_tokens)
-            if tokens_now >= request.full_block_tokens > tokens_before:
-                workers_by_growth[tokens_now - tokens_before].append(target.worker_id)
-        workers = workers_by_growth[max(workers_by_growth, default=0)]
+            has_gained_prompt = tokens_before < request.full_block_tokens <= tokens_now
+            if has_gained_prompt:
+                workers_by_gained_tokens[tokens_now - tokens_before].append(target.worker_id)
+        workers = workers_by_gained_tokens[max(workers_by_gained_tokens, default=0)]
         return workers[0] if len(workers) == 1 else None
 
     def _find_full_cache(self, request: UnplacedRequest) -> str | None:
@@ -213,25 +219,26 @@ class Recorder:
             self.counts["dropped"] += 1
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
-        """Describe a request that arrived: the digests of its blocks, and the request that it continues.
+        """Describe a request that arrived: the digests of its prompt's blocks, and the request that it continues.
 
-        Its worker is not known yet. A last block that the prompt does not fill gets the digest of the whole prompt.
+        The worker that answers it is not known yet, so it is empty.
         """
         if not self.block:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(block_sizes, default=BLOCK_TOKENS)
         token_ids = array(ID_TYPE, route.token_ids or ())
+        prompt = PromptEnd(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
         # The index gives no key to a prompt's last token, which engines always compute. So one token is added.
-        digests = self.core.index.chunk_keys(array(ID_TYPE, [*token_ids, 0]).tobytes(), route.scope, self.block)
-        prompt_end = PromptEnd(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
-        full_blocks, partial_block_tokens = divmod(len(token_ids), self.block)
-        block_ids = array("Q", [*digests, prompt_end.digest] if partial_block_tokens else digests)
+        padded_ids = array(ID_TYPE, [*token_ids, 0])
+        block_ids = array("Q", self.core.index.chunk_keys(padded_ids.tobytes(), route.scope, self.block))
+        full_block_count, partial_block_tokens = divmod(prompt.tokens, self.block)
+        if partial_block_tokens:
+            block_ids.append(prompt.digest)
         continued_serial = self._prompt_ends.find_continued(block_ids, partial(_begins_with, token_ids))
-        self._prompt_ends.add(prompt_end, block_ids, full_blocks)
+        self._prompt_ends.add(prompt, block_ids, full_block_count)
         return ObservedRequest(
-            prompt_end.serial, at_s, block_ids, prompt_end.tokens, worker="", continues=continued_serial,
-            user=route.session,
-        )  # fmt: skip
+            prompt.serial, at_s, block_ids, prompt.tokens, worker="", continues=continued_serial, user=route.session
+        )
 
 
 def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
@@ -242,24 +249,23 @@ def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
 
 
 def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
-    """Return the decision that sends a request to `worker`, by the prices at its arrival.
+    """Return what `arrival_decision` would have been if it had chosen `worker`; None if the worker was no candidate.
 
-    None if the worker was no candidate. Of several ranks, which are called WORKER#RANK, the one with most of the prompt
-    cached counts.
+    Of several data-parallel ranks, which are called WORKER#RANK, the one with most of the prompt cached counts.
     """
     candidates = arrival_decision.candidates
-    worker_terms = [terms for terms in candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
-    if not worker_terms:
+    worker_costs = [costs for costs in candidates if worker in (costs.worker, costs.worker.rpartition("#")[0])]
+    if not worker_costs:
         return None
-    terms = max(worker_terms, key=lambda candidate: candidate.cached_tokens)
-    most_cached_terms = max(candidates, key=lambda candidate: candidate.cached_tokens)
+    costs = max(worker_costs, key=lambda candidate: candidate.cached_tokens)
+    most_cached = max(candidates, key=lambda candidate: candidate.cached_tokens)
     return msgspec.structs.replace(
         arrival_decision,
         worker=worker,
         rank=None,
         attempt=0,
-        terms=terms,
-        predicted_cached_tokens=terms.cached_tokens,
-        predicted_ttft_s=terms.ttft_s,
-        most_cached=most_cached_terms if most_cached_terms.cached_tokens > terms.cached_tokens else None,
+        terms=costs,
+        predicted_cached_tokens=costs.cached_tokens,
+        predicted_ttft_s=costs.ttft_s,
+        most_cached=most_cached if most_cached.cached_tokens > costs.cached_tokens else None,
     )

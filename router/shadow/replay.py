@@ -10,7 +10,7 @@ did.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from math import ceil
 from statistics import fmean
@@ -54,7 +54,7 @@ class ReplayTotals(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """Savings that `router run` would have brought, as sums over the compared requests."""
+    """Time and tokens that `router run` would have saved, compared with the present load balancer."""
 
     requests: int
     """Number of compared requests."""
@@ -66,11 +66,11 @@ class Comparison(msgspec.Struct):
     measured: ReplayTotals | None
     """Recorded times; None if no first token was seen."""
     today: ReplayTotals
-    """Simulation with the recorded workers."""
+    """Simulation in which each request goes to its recorded worker."""
     ours: ReplayTotals
-    """Simulation with the workers that `router run` chooses."""
+    """Simulation in which `router run` chooses the workers."""
     saved: ReplayTotals
-    """Gain by `router run`, relative to `measured` if that is known, else to `today`."""
+    """Part of `measured`, or of `today` without that, which `router run` would save."""
     steps: dict[str, StepTimes]
     """Learned step times of each worker."""
     quantiles: dict[str, list[float]] = {}
@@ -95,7 +95,7 @@ def compare(
     config: CoreConfig | None = None,
     warming: int = 0,
 ) -> Comparison:
-    """Compare the recorded placement of requests with that of `router run`, by a simulation of each.
+    """Simulate the recorded requests twice, at their recorded workers and as `router run` places them, and compare.
 
     `observed_requests` are in the order of arrival, all on `engines`. The first of them, `warming` in number, only
     fill the caches. Raises ValueError if no request is left to compare.
@@ -103,7 +103,8 @@ def compare(
     request_count, compared_requests = len(observed_requests), observed_requests[warming:]
     if not compared_requests:
         raise ValueError(f"{request_count} requests were seen, of which {warming} only fill the caches: none is left")
-    indices = range(warming, request_count)
+
+    # Simulate.
     workload = make_workload(observed_requests, block_tokens, waits=False)
     waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
@@ -112,14 +113,16 @@ def compare(
     today_result = Cluster(cluster, workload, [recorded_placement]).run()
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
 
+    # Sum the results.
+    compared_indices = range(warming, request_count)
     has_ends = any(request.end_s is not None for request in observed_requests)
-    today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
-    router_totals = _sum_simulated_totals(router_result, workload, indices, has_ends=has_ends)
+    today_totals = _sum_simulated_totals(today_result, workload, compared_indices, has_ends=has_ends)
+    router_totals = _sum_simulated_totals(router_result, workload, compared_indices, has_ends=has_ends)
     measured_totals = _sum_measured_totals(compared_requests, today_totals)
     ttfts_by_curve = {
         "measured": _list_measured_ttfts(compared_requests),
-        "today, as played": [today_result.ttft_s_by_request[i] for i in indices],
-        "router run": [router_result.ttft_s_by_request[i] for i in indices],
+        "today, as played": [today_result.ttft_s_by_request[i] for i in compared_indices],
+        "router run": [router_result.ttft_s_by_request[i] for i in compared_indices],
     }
     return Comparison(
         requests=len(compared_requests),
@@ -141,10 +144,10 @@ def _make_cluster(
     workload: Workload,
     block_tokens: int,
 ) -> ClusterConfig:
-    """Return the workers to simulate, with the caches that they report and the step times that the answers show."""
+    """Return the workers to simulate, with the cache sizes that they report and step times learned from the answers."""
     step_times_by_engine = learn_step_times(observed_requests, engines)
+    # A worker may report too small a cache: it has served the longest request, so it has room for that.
     longest_request_tokens = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
-    # Each cache holds at least the longest request, as the real one has served it: a report may be too small.
     longest_request_blocks = ceil(longest_request_tokens / block_tokens) + 2
     workers = []
     for engine in engines:
@@ -197,18 +200,18 @@ def _list_measured_ttfts(requests: Sequence[ObservedRequest]) -> list[float]:
 
 
 def _sum_measured_totals(requests: Sequence[ObservedRequest], simulated_totals: ReplayTotals) -> ReplayTotals | None:
-    """Return the recorded totals, or None if no first token was recorded.
+    """Return the sums of the recorded times and computed tokens; None if no first token was recorded.
 
-    A request that lacks a measurement counts as the mean of the others. A total for which no request has a measurement
-    is taken from `simulated_totals`.
+    A request that lacks a measurement counts as the mean of the others. A total that no request has measured is taken
+    from `simulated_totals`.
     """
     ttfts = _list_measured_ttfts(requests)
     if not ttfts:
         return None
-    totals = msgspec.structs.replace(simulated_totals, ttft_s=sum(ttfts) * len(requests) / len(ttfts))
+    totals = msgspec.structs.replace(simulated_totals, ttft_s=fmean(ttfts) * len(requests))
     latencies = [request.end_s - request.arrival_s for request in requests if request.end_s is not None]
     if latencies:
-        totals.seconds = sum(latencies) * len(requests) / len(latencies)
+        totals.seconds = fmean(latencies) * len(requests)
     reporting_requests = [request for request in requests if request.cached_tokens is not None]
     reported_prompt_tokens = sum(request.prompt_tokens for request in reporting_requests)
     if reported_prompt_tokens:
@@ -243,17 +246,19 @@ def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[_AnswerEven
 
 
 def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
-    """Return the step times of each worker, learned from the recorded answers.
+    """Return how long each worker takes for a step of its engine, learned from the recorded answers.
 
     The recorded arrivals, first tokens and ends are replayed, in order of time, to the tracker that learns step times
     in the router.
     """
     tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
-    targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
-    for engine in engines:
+    targets = {}
+    for i, engine in enumerate(engines):
+        targets[engine.name] = tracker.add_target(engine.name, None, HolderId(i))
         targets[engine.name].set_step_tokens(engine.step_tokens)
     in_flight_requests: dict[int, InFlightRequest] = {}
-    for now, request, kind in _list_answer_events(request for request in requests if request.worker in targets):
+    known_requests = [request for request in requests if request.worker in targets]
+    for now, request, kind in _list_answer_events(known_requests):
         tracker.advance(now)
         if kind == "arrival":
             in_flight_requests[request.serial] = tracker.add_request(
@@ -310,13 +315,20 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
             continued_end_s = observed_requests[continued_index].end_s
             if continued_end_s is None or continued_end_s <= observed.arrival_s:
                 _set_final_blocks(requests[continued_index], request, block_tokens)
+    _add_unseen_final_blocks(requests, unused_numbers)
+    return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+def _add_unseen_final_blocks(requests: Iterable[SimRequest], unused_numbers: Iterator[int]) -> None:
+    """Give new numbers to those blocks of each request's answer that no later prompt contains.
+
+    The last token of an answer is never computed, so it fills no block.
+    """
     for request in requests:
-        # No later prompt shows the rest of an answer, so its blocks are new. Its last token is never computed.
         final_block_count = (request.prompt_tokens + request.output_tokens - 1) // request.block_size
         known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
         new_block_count = max(final_block_count - len(known_ids), 0)
         request.final_block_ids = known_ids + list(islice(unused_numbers, new_block_count))
-    return Workload("seen", requests, f"{len(requests)} requests that were seen")
 
 
 def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:

@@ -29,10 +29,12 @@ METHOD_NOTE = (
 )
 WIDTH, HEIGHT = 640, 180
 """Size of the plot, in units of its SVG picture."""
+COLOURS = ("#888", "#b3261e", "#1b7f4d")
+"""Colours of the curves in their order."""
 
 
 class ShadowReport(msgspec.Struct):
-    """Contents of the report. Its fields are those of `GET /shadow`."""
+    """Report of `router shadow`: what its router would save. Its fields are those of the JSON of `GET /shadow`."""
 
     version: str
     since: float
@@ -48,12 +50,13 @@ class ShadowReport(msgspec.Struct):
     turns: dict[str, int]
     """Requests by their main reason."""
     workers: list[ObservedEngine]
+    """Workers of all requests."""
     seen: int
     """Number of requests that are compared."""
     lost: Mapping[str, int | None]
     """Those of `tokens` that were computed without need, by cause; None for a log, which does not show them."""
     lost_s: dict[str, float | None] = {}
-    """Seconds of prefill for these tokens, by cause; None until they are measured. Set by the constructor."""
+    """Seconds of prefill for the tokens in `lost`; None until they are measured. Set by the constructor."""
 
     def __post_init__(self) -> None:
         s_per_token = mean_prefill_s_per_token(self.comparison)
@@ -105,7 +108,7 @@ def _render_head(report: ShadowReport) -> str:
 
 
 def _render_savings(report: ShadowReport) -> str:
-    """Render the table of what `router run` saves, or the reason why there is none."""
+    """Render the HTML table of what `router run` would save, or the reason why there is none."""
     comparison = report.comparison
     if comparison is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
@@ -138,20 +141,20 @@ def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str)
 
 
 def _render_losses(report: ShadowReport) -> str:
-    """Render the tables of lost tokens by cause and of computed tokens by reason; nothing if none are known."""
+    """Render HTML tables of the prompt tokens that were not cached: by cause of the loss, and by detailed reason."""
     if not report.tokens:
         return ""
     cause_rows = []
     for cause, tokens in report.lost.items():
         seconds = report.lost_s[cause]
         cause_rows.append((cause, f"{tokens:,}", "-" if seconds is None else f"{seconds:,.1f} s"))
-    causes_table = _render_table(("cause", "tokens", "prefill"), cause_rows)
-    heading = "<h2>Why prompts were computed</h2>"
     reason_rows = []
     for reason, tokens in sorted(report.tokens.items(), key=lambda item: -item[1]):
         cause = CAUSE_BY_GROUP.get(GROUPS.get(reason, ""), "no loss")
         reason_rows.append((reason, cause, f"{tokens:,}", f"{report.turns.get(reason, 0):,}"))
-    return heading + causes_table + _render_table(("reason", "cause", "tokens", "requests"), reason_rows)
+    causes_table = _render_table(("cause", "tokens", "prefill"), cause_rows)
+    reasons_table = _render_table(("reason", "cause", "tokens", "requests"), reason_rows)
+    return "<h2>Why prompts were computed</h2>" + causes_table + reasons_table
 
 
 def _render_plots(report: ShadowReport) -> str:
@@ -164,20 +167,19 @@ def _render_plots(report: ShadowReport) -> str:
 
 
 def _render_workers(report: ShadowReport) -> str:
-    """Render the table of the workers, with their measured speeds if they were compared."""
-    steps = report.comparison.steps if report.comparison is not None else {}
+    """Render the HTML table of the workers, with their measured speeds if a comparison was made."""
+    step_times_by_worker = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
-        step_times = steps.get(engine.name)
+        step_times = step_times_by_worker.get(engine.name)
         prefill_time = step_time = "-"
         if step_times is not None:
             prefill_time = f"{step_times.prefill_s_per_token * 1e6:,.0f} us"
             step_time = f"{step_times.step_s * 1e3:.1f} ms"
         cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: simulated as unlimited"
         rows.append((engine.name, cache, prefill_time, step_time))
-    return "<h2>Workers</h2>" + _render_table(
-        ("worker", "cache, tokens", "time per prefill token", "time per step"), rows
-    )
+    head = ("worker", "cache, tokens", "time per prefill token", "time per step")
+    return "<h2>Workers</h2>" + _render_table(head, rows)
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
@@ -198,20 +200,23 @@ def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
-    """Draw distributions of times in seconds, on a logarithmic axis. `quantiles`: percentiles by name of the curve."""
+    """Draw the distribution of times of each curve as an SVG picture, with a logarithmic axis of seconds.
+
+    `quantiles`: name of a curve -> its percentiles 0 to 100, in seconds.
+    """
     shortest_s = max(min(min(times) for times in quantiles.values()), 1e-3)
     longest_s = max(max(max(times) for times in quantiles.values()), shortest_s * 10)
 
     def to_x(time_s: float) -> float:
-        share = log(max(time_s, shortest_s) / shortest_s) / log(longest_s / shortest_s)
-        return 40 + (WIDTH - 60) * min(share, 1.0)
+        axis_share = log(max(time_s, shortest_s) / shortest_s) / log(longest_s / shortest_s)
+        return 40 + (WIDTH - 60) * min(axis_share, 1.0)
 
-    def to_y(share: float) -> float:
-        return HEIGHT - 20 - (HEIGHT - 40) * share
+    def to_y(request_share: float) -> float:
+        return HEIGHT - 20 - (HEIGHT - 40) * request_share
 
     elements = []
     for number, (name, times) in enumerate(quantiles.items()):
-        colour = ("#888", "#b3261e", "#1b7f4d")[number]
+        colour = COLOURS[number]
         points = [f"{to_x(time):.1f},{to_y(rank / (len(times) - 1)):.1f}" for rank, time in enumerate(times)]
         elements.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(points)}"/>')
         key = f'<tspan fill="{colour}">&#9632;</tspan> {escape(name)}'

@@ -15,13 +15,13 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 class LogLine(msgspec.Struct):
-    """One request of a log, and its answer as far as it is known."""
+    """One line of a request log: a request and its answer, as far as it is known. Times are in seconds."""
 
     body: msgspec.Raw = msgspec.Raw()
     """The body that was posted, as an object or as text."""
     path: str | None = None
     arrived_s: float | None = msgspec.field(name="at", default=None)
-    """Time of the request, in seconds of any clock."""
+    """Time of the request, by any clock."""
     worker: str | None = None
     """Id, HOST:PORT or URL of the worker that answered."""
     ttft_s: float | None = None
