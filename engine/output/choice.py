@@ -27,30 +27,36 @@ class Choice:
         self,
         index: int,
         params: SamplingParams,
-        factory: DetokenizerFactory,
+        detokenizer_factory: DetokenizerFactory,
         *,
         keeps_text: bool,
         keeps_logprobs: bool = False,
         skip_special_tokens: bool = True,
         parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
     ) -> None:
-        """Begin before the first token. `index`: number of the choice in its request.
+        """Create answer number `index` of a request, without any tokens yet.
 
-        `keeps_text`: whether text, reasoning and token ids are collected, for an answer that is sent whole.
-        `keeps_logprobs`: whether `logprobs` and `prompt_logprobs` are collected, for `LLM`. `skip_special_tokens`:
-        whether special tokens become no text. `parser_config`: how the text is parsed.
+        `keeps_text`, `keeps_logprobs`: collect the text and the token ids, or the logprobs, of an answer that is
+        returned whole. `skip_special_tokens`: show no special tokens in the text. `parser_config`: formats in which the
+        model writes reasoning and tool calls.
         """
         self.index = index
         self.params = params
-        self.detokenizer = factory.create(skip_special_tokens, parser_config.special_markers)
+        self.detokenizer = detokenizer_factory.create(skip_special_tokens, parser_config.special_markers)
         self.parser = OutputParser(parser_config, params)
         self.keeps_text = keeps_text
         self.keeps_logprobs = keeps_logprobs
-        self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
+
+        # Token counts, for the usage in the response.
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.cached_tokens = 0
+
+        # What was generated so far. Strings are kept in pieces and joined once.
         self.texts: list[str] = []
         self.reasoning_texts: list[str] = []
         self.call_parts: list[tuple[ToolCallDelta, list[str]]] = []
-        """First delta of each call, and the arguments of its later deltas."""
+        """First delta of each tool call, and the arguments in its later deltas."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -79,11 +85,8 @@ class Choice:
         self.texts, self.reasoning_texts, self.call_parts, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> ChoiceDelta:
-        """Add one output of this choice's sequence, and return what is new in the choice, for a stream to send.
-
-        The choice must not have finished.
-        """
-        assert self.finish_reason is None
+        """Add newly generated tokens. Return the text, reasoning and tool calls that they add, for a stream to send."""
+        assert self.finish_reason is None, "a finished choice gets no tokens"
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         delta = self._decode(output)
@@ -91,19 +94,21 @@ class Choice:
             delta.prompt_logprobs = output.prompt_logprobs
             if self.keeps_logprobs:
                 self.prompt_logprobs = output.prompt_logprobs
-        self._add_delta(delta)
+        self._collect(delta)
         return delta
 
-    def _add_delta(self, delta: ChoiceDelta) -> None:
-        """Add what is new to what the choice has so far: counts, calls, and text and logprobs if they are kept."""
+    def _collect(self, delta: ChoiceDelta) -> None:
+        """Add a delta to the whole answer: token counts and tool calls always, text and logprobs if they are kept."""
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
         for call in delta.tool_calls:
             if call.name is not None:
                 self.call_parts.append((call, []))
             elif self.call_parts:  # empty if another engine began the answer, and sent the beginning of this call
-                self.call_parts[-1][1].append(call.arguments)
+                _, more_arguments = self.call_parts[-1]
+                more_arguments.append(call.arguments)
         if self.keeps_text:
             self.texts.append(delta.text)
             self.reasoning_texts.append(delta.reasoning)
@@ -111,8 +116,8 @@ class Choice:
         if self.keeps_logprobs:
             self.logprobs.extend(delta.logprobs)
 
-    def _push_tokens(self, output: SequenceOutput) -> int:
-        """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were taken."""
+    def _parse_tokens(self, output: SequenceOutput) -> int:
+        """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were parsed."""
         token_count, text_token_count = 0, len(self._get_text_token_ids(output))
         for token_id in output.token_ids:
             text = self.detokenizer.push([token_id]) if token_count < text_token_count else ""
@@ -126,24 +131,27 @@ class Choice:
         return token_count
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
-        """Return what an output adds to the choice: its text, and its tokens up to the first stop string.
+        """Detokenize and parse new tokens, up to the first stop string. Return what they add to the answer.
 
-        The core looks for stop tokens only. If a stop string is found here, the choice ends, and the tokens after the
-        stop string are dropped. Unless the core has ended the sequence too, the delta says that it is to be aborted.
+        The engine core looks for stop tokens only. A stop string that is found here ends the answer, and later tokens
+        are dropped. If the core has not ended the sequence itself, the delta asks the caller to abort the sequence.
         """
-        parser, token_ids, finish_reason = self.parser, output.token_ids, output.finish_reason
-        token_count = self._push_tokens(output)
-        if finish_reason is not None and not token_ids:
+        parser = self.parser
+        token_count = self._parse_tokens(output)
+        if output.finish_reason is not None and not output.token_ids:
             parser.push(self.detokenizer.flush(), may_stop=False)
-        if finish_reason is not None or parser.stop_string is not None:
+        if output.finish_reason is not None or parser.stop_string is not None:
             parser.finish()
         delta = parser.build_delta()
-        delta.token_ids, delta.logprobs = token_ids[:token_count], (output.logprobs or [])[:token_count]
+        delta.token_ids = output.token_ids[:token_count]
+        delta.logprobs = (output.logprobs or [])[:token_count]
         if parser.stop_string is not None:
-            delta.finish_reason, delta.stop_reason = "stop", parser.stop_string
-            delta.should_abort = finish_reason is None
-        elif finish_reason is not None:
-            delta.finish_reason, delta.stop_reason = finish_reason.value, output.stop_token_id
+            delta.finish_reason = "stop"
+            delta.stop_reason = parser.stop_string
+            delta.should_abort = output.finish_reason is None
+        elif output.finish_reason is not None:
+            delta.finish_reason = output.finish_reason.value
+            delta.stop_reason = output.stop_token_id
         return delta
 
     def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:

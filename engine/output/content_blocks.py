@@ -61,14 +61,15 @@ class ContentBlocks:
         """Decoder of the last custom call's input."""
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
-        """Add a delta, and return the changes of the blocks, in the order in which they happen.
+        """Add the next piece of an answer, and return the block events that it causes, in order.
 
-        Only the first piece of a tool call has a name. So pieces without a name continue the open call, which ends
-        before the delta's reasoning and text. Calls that begin in this delta come after these.
+        Only the first piece of a tool call has a name. A piece without a name continues the call that is open, so it
+        comes before new reasoning and text. Calls that begin in this delta come last.
         """
         events: list[BlockEvent] = []
         for call in delta.tool_calls:
-            if call.name is None:
+            continues_open_call = call.name is None
+            if continues_open_call:
                 self._append_text(call.arguments, events)
         if delta.reasoning:
             self._continue_block("reasoning", delta.reasoning, events)

@@ -18,35 +18,39 @@ _CHAR_BY_ESCAPE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "u": "
 
 
 class CustomInputDecoder:
-    """Decodes the free text of one call of a custom tool, while the call's arguments grow.
+    """Streams the input of a custom tool, a tool that takes free text, out of the JSON that the model writes.
 
-    The model writes the text as a string in JSON. Of the pieces `{"input": "a` and `\\nb"}`, the first gives "a", the
-    second a line break and "b". Arguments in any other form are returned as they are by `finish`.
+    The model is shown a function with one string argument, and writes `{"input": "..."}`. After the piece
+    `{"input": "a`, `push` returns "a"; after `\\nb"}`, it returns a line break and "b". Arguments in any other form are
+    returned by `finish`.
     """
 
     def __init__(self) -> None:
-        self._has_begun = self._has_ended = False
+        self._is_in_string = False
+        """Whether `{"input": "` has come."""
+        self._has_ended = False
         self._pending_text = ""
-        """Arguments that are not decoded yet: the beginning of an escape, or all of them until `{"input": "` came."""
+        """JSON that is not decoded yet: the beginning of an escape, or all of it until `{"input": "` has come."""
         self._pending_surrogate = ""
-        """First half of a surrogate pair, of which the second half may follow."""
+        """First half of a surrogate pair, whose second half may follow."""
 
     def push(self, piece: str) -> str:
-        """Take the next piece of the call's JSON. Return the text that it adds to the tool's input.
+        """Decode the next piece of the call's JSON, and return the text that it adds to the tool's input.
 
-        What may still grow into another character, such as half of an escape, is kept for the next piece.
+        An escape that is not complete yet, such as a backslash at the end, waits for the next piece.
         """
         if self._has_ended:
             return ""
         self._pending_text += piece
         start = 0
-        if not self._has_begun:
-            match = _STRING_BEGIN.match(self._pending_text)
-            if match is None:
+        if not self._is_in_string:
+            begin_match = _STRING_BEGIN.match(self._pending_text)
+            if begin_match is None:
                 return ""
-            self._has_begun, start = True, match.end()
+            self._is_in_string = True
+            start = begin_match.end()
         match = _COMPLETE_CHARS.match(self._pending_text, start)
-        assert match is not None, "it matches the empty text too"
+        assert match is not None, "the pattern matches the empty text too"
         self._pending_text = self._pending_text[match.end() :]
         self._has_ended = self._pending_text.startswith('"')
         return self._join_surrogates(_ESCAPE.sub(_decode_escape, match[0]))
@@ -60,19 +64,18 @@ class CustomInputDecoder:
         return chars.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def finish(self) -> str:
-        """Return the text that was held back, after the last piece of the arguments.
+        """Return the tool's input if the arguments do not begin with `{"input": "`; else `push` has returned it.
 
-        Arguments that do not begin with `{"input": "` have given no text yet. They may be an object with other keys
-        before "input". Anything else is what the model wanted to say, and is returned as it is.
+        The arguments may be an object with other keys before "input". Anything else is returned as the model wrote it.
         """
-        if self._has_begun:
+        if self._is_in_string:
             return ""
         try:
             value = msgspec.json.decode(self._pending_text)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return self._pending_text
-        is_input = isinstance(value, dict) and isinstance(value.get("input"), str)
-        return value["input"] if is_input else self._pending_text
+        has_input = isinstance(value, dict) and isinstance(value.get("input"), str)
+        return value["input"] if has_input else self._pending_text
 
 
 def _decode_escape(escape: re.Match[str]) -> str:

@@ -23,10 +23,9 @@ class ToolCallDelta:
 
 
 class ChoiceDelta(msgspec.Struct, gc=False):
-    """Text and tokens that one output of the core added to a choice.
+    """New part of an answer, as a stream sends it: text, reasoning, pieces of tool calls, tokens and logprobs.
 
-    Text can be held back, so `token_ids` and `logprobs` may be ahead of the text. A formatter removes the logprobs that
-    it formats.
+    Text that may become a stop string or markup is held back, so the tokens may be ahead of the text.
     """
 
     text: str = ""
@@ -35,11 +34,12 @@ class ChoiceDelta(msgspec.Struct, gc=False):
     """At most one piece of each tool call."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    """Logprobs of `token_ids`, which a formatter removes once it has formatted them."""
     prompt_logprobs: list[TokenLogprobs | None] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     should_abort: bool = False
-    """Whether a stop string ended the choice, which the core still computes."""
+    """Whether the caller must abort the sequence: a stop string ended the answer, but the engine core still runs it."""
 
 
 @dataclass(slots=True)
@@ -58,23 +58,25 @@ class DeltaBuilder:
     """
 
     def __init__(self, *, has_short_ids: bool = False) -> None:
-        """Start before the text. `has_short_ids`: ids of calls are nine letters and digits, as some models need."""
+        """Create an empty builder. `has_short_ids`: tool call ids have nine characters, as Mistral's templates need."""
         self._has_short_ids = has_short_ids
+
+        # Content for the next delta.
         self._texts: list[str] = []
         self._reasoning_texts: list[str] = []
         self._pending_calls: list[_PendingCall] = []
         self._pending_spaces: list[str] = []
-        """White space at the end of the text so far, which is left out if a call is beside it."""
+        """White space at the end of the text, which is dropped if a tool call follows."""
+        self._texts_in_call: list[str] = []
+        """Text that came within a tool call. It is added after the call, because clients end a call at text."""
+
+        # Position in the answer.
+        self.call_count = 0
+        self.is_in_call = False
+        self.is_at_start = True
+        """Whether nothing but white space has come."""
         self._follows_call = False
         """Whether nothing but white space has come since a call began or ended."""
-        self.is_at_start = True
-        """Whether nothing but white space has come at all."""
-        self.is_in_call = False
-        """Whether a call has begun and not ended."""
-        self._texts_in_call: list[str] = []
-        """Text inside of the open call. It is added after the call: clients take text as a call's end."""
-        self.call_count = 0
-        """Number of calls that have begun."""
 
     def add_reasoning(self, text: str) -> None:
         self._reasoning_texts.append(text)

@@ -18,23 +18,27 @@ PENDING_TOKENS_MAX = 32
 
 
 class ByteLevelDetokenizer:
-    """Decodes byte-level BPE exactly, as UTF-8 in which invalid bytes are replaced."""
+    """Converts the tokens of a byte-level BPE tokenizer to text as they are generated.
 
-    __slots__ = ("_get_bytes", "_pending_bytes", "_skipped_ids")
+    Each token stands for some bytes of UTF-8 text. A character whose last bytes are missing is held back. Invalid bytes
+    become the replacement character.
+    """
 
-    def __init__(self, get_bytes: Callable[[int], bytes], skipped_ids: frozenset[int]) -> None:
-        """`get_bytes`: returns the bytes of a token. `skipped_ids`: special tokens that become no text."""
-        self._get_bytes = get_bytes
+    __slots__ = ("_get_token_bytes", "_pending_bytes", "_skipped_ids")
+
+    def __init__(self, get_token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int]) -> None:
+        """`get_token_bytes`: returns the bytes of a token id. `skipped_ids`: special tokens that become no text."""
+        self._get_token_bytes = get_token_bytes
         self._skipped_ids = skipped_ids
         self._pending_bytes = b""
-        """Beginning of a character."""
+        """First bytes of a character that is not complete."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add the next ids. Return the text that has become final."""
-        parts = [self._get_bytes(token_id) for token_id in token_ids if token_id not in self._skipped_ids]
+        """Add the next token ids. Return the text that has become final."""
+        parts = [self._get_token_bytes(token_id) for token_id in token_ids if token_id not in self._skipped_ids]
         data = self._pending_bytes + b"".join(parts)
-        text, decoded_bytes = codecs.utf_8_decode(data, "replace", False)
-        self._pending_bytes = data[decoded_bytes:]
+        text, decoded_byte_count = codecs.utf_8_decode(data, "replace", False)
+        self._pending_bytes = data[decoded_byte_count:]
         return text
 
     def flush(self) -> str:
@@ -43,12 +47,12 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the ids of any tokenizer, in a window of recent tokens.
+    """Converts the tokens of any tokenizer to text as they are generated, by decoding a window of recent tokens.
 
-    New text is what the window's text gains by the new tokens. A token cannot be decoded alone: some decoders strip the
-    space before a first token, or join the bytes of several tokens to a character. So the window begins with the tokens
-    of the last returned piece. Text that ends in the replacement character may be half a character. It is held back
-    for at most PENDING_TOKENS_MAX tokens, more than any character has bytes. TGI and vLLM have no such limit.
+    A token cannot be decoded alone: a decoder may strip the space before a first token, or make one character of
+    several tokens. So new tokens are decoded behind the tokens of the last returned text (the context), and the text
+    that they add is returned. Text that ends in the replacement character may be half a character. It is held back for
+    at most PENDING_TOKENS_MAX tokens, more than any character has bytes.
     """
 
     __slots__ = ("_context_ids", "_context_text", "_decode", "_new_ids")
@@ -58,25 +62,29 @@ class WindowDetokenizer:
         self._context_ids: list[int] = []
         self._context_text = ""
         self._new_ids: list[int] = []
+        """Tokens whose text was not returned yet."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Add the next token ids. Return the text that has become final."""
         self._new_ids.extend(token_ids)
         text = self._decode(self._context_ids + self._new_ids)
-        context_chars = len(self._context_text)
+        new_text = text[len(self._context_text) :]
         is_full = len(self._new_ids) >= PENDING_TOKENS_MAX
-        if len(text) > context_chars and (is_full or not text.endswith(REPLACEMENT)):
-            self._move_window(self._new_ids)
-            return text[context_chars:]
+        if new_text and (is_full or not new_text.endswith(REPLACEMENT)):
+            self._start_window(self._new_ids)
+            return new_text
         if is_full:  # tokens without text, such as special tokens: the first ones may matter to a decoder
-            self._move_window((self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX])
+            self._start_window((self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX])
         return ""
 
-    def _move_window(self, context_ids: list[int]) -> None:
-        """Start a new window with `context_ids`, tokens with text that was returned already."""
-        self._context_ids, self._new_ids = context_ids, []
+    def _start_window(self, context_ids: list[int]) -> None:
+        """Start a new window behind `context_ids`, tokens whose text was returned."""
+        self._context_ids = context_ids
         self._context_text = self._decode(context_ids)
+        self._new_ids = []
 
     def flush(self) -> str:
+        """Return the text that was held back. Nothing may be pushed afterwards."""
         if not self._new_ids:
             return ""
         text = self._decode(self._context_ids + self._new_ids)
@@ -89,32 +97,35 @@ Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
 
 
 class DetokenizerFactory:
-    """Makes the detokenizer of each sequence, of the kind that the tokenizer's decoder needs."""
+    """Creates a detokenizer for each sequence: an exact one for byte-level BPE, a window for any other tokenizer."""
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added_tokens.items() if token.special}
         self._bytes_by_id: dict[int, bytes] = {}
-        """Bytes of the tokens that have occurred."""
+        """Cache of `token_bytes`."""
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def create(self, skip_special_tokens: bool = True, visible_tokens: frozenset[str] = frozenset()) -> Detokenizer:
         """Return the detokenizer of a new sequence. `visible_tokens`: special tokens that are never skipped."""
         skipped_ids: frozenset[int] = frozenset()
         if skip_special_tokens:
-            skipped_ids = frozenset(i for text, i in self._special_ids.items() if text not in visible_tokens)
+            skipped_ids = frozenset(
+                token_id for token, token_id in self._special_ids.items() if token not in visible_tokens
+            )
         if self.is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, skipped_ids)
         tokenizer = self._tokenizer
 
         def decode(token_ids: list[int]) -> str:
-            return tokenizer.decode([i for i in token_ids if i not in skipped_ids], skip_special_tokens=False)
+            shown_ids = [token_id for token_id in token_ids if token_id not in skipped_ids]
+            return tokenizer.decode(shown_ids, skip_special_tokens=False)
 
         return WindowDetokenizer(decode)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone, special tokens spelled out; none of an unknown id."""
+        """Return the bytes of one token alone, with special tokens spelled out; no bytes for an unknown id."""
         token_bytes = self._bytes_by_id.get(token_id)
         if token_bytes is None:
             token_bytes = self._bytes_by_id[token_id] = self._decode_alone(token_id)

@@ -45,33 +45,35 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How the models of a family write tool calls.
+    """Markup by which a family of models writes tool calls, for the parser that finds the calls in generated text.
 
-    A marker opens a region of one or more calls, which may be an array. Another marker may close the region.
+    An example is `<tool_call>{"name": "f"}</tool_call>`: an opening marker, one call or several ones, a closing marker.
     """
 
     name: str
     open_markers: tuple[str, ...]
     readers: Mapping[str, CallReader]
-    """Reader of a call, by the text that a call begins with."""
+    """Text with which a call begins, such as "{" -> function that parses such a call."""
     close_marker: str = ""
+    """Marker after the calls; empty if the format has none."""
     bare_start_chars: str = ""
-    """An answer that begins with one of these characters opens a region without a marker."""
+    """Characters that begin a call without a marker if they are the first ones of an answer."""
     template_markers: tuple[str, ...] = ()
-    """A chat template that contains one of these texts is meant for this format."""
+    """Texts that show, in a model's chat template, that the model writes this format."""
     has_short_ids: bool = False
-    """Whether templates of the family accept only call ids of nine alphanumeric characters."""
+    """Whether the family's chat templates accept only call ids of nine letters and digits."""
 
     @property
     def special_markers(self) -> tuple[str, ...]:
-        """Markers that may be special tokens of a tokenizer."""
+        """Markup that may be special tokens of a tokenizer, and that detokenization must not drop."""
         return (*self.open_markers, self.close_marker, ARGUMENTS_MARKER, ID_MARKER)
 
     @property
     def region_markers(self) -> tuple[str, ...]:
-        """Markers and beginnings of calls that may occur in a region, without beginnings of one character."""
+        """Texts of several characters that may follow an opening marker or a call: markers and beginnings of calls."""
         call_starts = [call_start for call_start in self.readers if len(call_start) > 1]
-        return tuple(marker for marker in (self.close_marker, *self.open_markers, *call_starts) if marker)
+        markers = (self.close_marker, *self.open_markers, *call_starts)
+        return tuple(marker for marker in markers if marker)
 
 
 # fmt: off
@@ -103,19 +105,18 @@ CALL_FORMATS = {row.name: row for row in (  # the first that fits a template is 
 def resolve_formats(
     call_setting: str, reasoning_setting: str, template: ChatTemplate | None
 ) -> tuple[str | None, str | None]:
-    """Return the names of the formats in which a model writes tool calls and reasoning, in this order.
+    """Return the name of a model's tool call format, and of its reasoning format.
 
-    A setting is the name of a format, "none", or "auto": the first format whose markers occur in the chat template.
-    None as a result means that calls, or reasoning, are left in the text.
+    A setting is the name of a format, "none", or "auto" for the first format whose markers occur in the chat template.
+    A result is None if there is no format: tool calls, or reasoning, are then left in the text.
     """
     try:
         template_text = "" if template is None else template.select_source(has_tools=True)
     except RequestError:  # the template has several variants and no default
         template_text = ""
-    return (
-        _resolve_format(call_setting, CALL_FORMATS, template_text),
-        _resolve_format(reasoning_setting, REASONING_FORMATS, template_text),
-    )
+    call_format = _resolve_format(call_setting, CALL_FORMATS, template_text)
+    reasoning_format = _resolve_format(reasoning_setting, REASONING_FORMATS, template_text)
+    return call_format, reasoning_format
 
 
 def _resolve_format(
@@ -137,21 +138,24 @@ def detect_format(
 
 
 def initial_reasoning_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
-    """Return whether an answer begins before, inside or after reasoning.
+    """Return whether an answer begins before, inside or after its reasoning, by the text that comes before the answer.
 
-    A prompt that ends with "<think>" has opened the reasoning: the answer begins inside.
+    For example, a chat template may end the prompt with "<think>": the answer then begins inside.
 
     `prompt`: at least the end of the prompt. `continued_text`: text of the message that the answer continues, if any.
     """
     if continued_text:
         open_position = max(continued_text.rfind(marker) for marker in format.open_markers)
         close_position = max(continued_text.rfind(marker) for marker in format.close_markers)
-        is_open = open_position > close_position or (format.starts_inside and close_position < 0)
-        return "inside" if is_open else "after"
-    end = prompt.rstrip()
-    if end.endswith(format.close_markers):
+        was_opened = open_position > close_position
+        was_never_closed = close_position < 0
+        return "inside" if was_opened or (format.starts_inside and was_never_closed) else "after"
+    prompt_end = prompt.rstrip()
+    if prompt_end.endswith(format.close_markers):
         return "after"
-    return "inside" if format.starts_inside or end.endswith(format.open_markers) else "before"
+    if prompt_end.endswith(format.open_markers) or format.starts_inside:
+        return "inside"
+    return "before"
 
 
 def find_reasoning_end_token(format: ReasoningFormat, state: ReasoningState, tokenizer: Tokenizer) -> int | None:

@@ -127,7 +127,10 @@ class GrowingText:
 
 
 class DelimiterScanner:
-    """Finds delimiters in a growing text, and holds back a tail that may become one."""
+    """Finds delimiters, such as stop strings, in a text that arrives in pieces. Holds back a tail that may become one.
+
+    With "</think>" as a delimiter and "done </th" as the text, "done " is passed on and "</th" is held back.
+    """
 
     __slots__ = ("_chars_max", "_inner_chars", "_pattern", "delimiters")
 
@@ -136,6 +139,7 @@ class DelimiterScanner:
         self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")
         self._chars_max = max(map(len, delimiters), default=0)
         self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
+        """Characters with which an incomplete delimiter can end."""
 
     def take_until(self, source: GrowingText, emit: Callable[[str], object]) -> Steps[str]:
         """Take the text up to a delimiter, and emit it in pieces. Return the delimiter, which is not taken.
@@ -158,7 +162,7 @@ class DelimiterScanner:
             return text_end
         for length in range(min(self._chars_max - 1, text_end - start), 0, -1):
             tail = text[text_end - length :]
-            index = bisect_left(self.delimiters, tail)  # delimiters that begin with the tail come next in the order
+            index = bisect_left(self.delimiters, tail)  # delimiters that begin with the tail are sorted just after it
             if index < len(self.delimiters) and self.delimiters[index].startswith(tail):
                 return text_end - length
         return text_end

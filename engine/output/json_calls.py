@@ -36,31 +36,35 @@ ARGUMENTS_MARKER, ID_MARKER = "[ARGS]", "[CALL_ID]"
 
 
 def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Read one JSON value, and emit it piece by piece as it arrives.
+    """Read one JSON value from text that is still being generated, and emit it in pieces as it arrives.
 
-    Control characters in its strings are escaped. Only strings and nesting are followed, to find the value's end;
-    nothing else is checked. Returns False if the text ends within the value.
+    Only quotes and brackets are looked at, to find where the value ends; its syntax is not checked. Control characters
+    in strings are escaped. Yields whenever more text is needed. Returns False if the text ends within the value.
     """
-    depth = 0
     first_char = yield from source.peek()
-    if _NESTING_PATTERN.match(first_char) is None:  # a number, true, false or null
-        return bool((yield from source.take_until(_SCALAR_END_PATTERN, emit)))
+    is_scalar = _NESTING_PATTERN.match(first_char) is None  # a number, true, false or null
+    if is_scalar:
+        end_char = yield from source.take_until(_SCALAR_END_PATTERN, emit)
+        return end_char != ""
+    open_brackets = 0
     while char := (yield from source.take_until(_NESTING_PATTERN, emit)):
         emit(source.take(source.position + 1))
         if char == '"':
-            if not (yield from _read_string_end(source, emit)):
+            is_complete = yield from _read_string_end(source, emit)
+            if not is_complete:
                 return False
         else:
-            depth += 1 if char in "{[" else -1
-        if depth <= 0:
+            open_brackets += 1 if char in "{[" else -1
+        if open_brackets <= 0:
             return True
     return False
 
 
 def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Read a string after its opening quotation mark, and emit it as JSON text; return whether it is complete.
+    """Read a JSON string after its opening quotation mark, and emit it in pieces as it arrives.
 
-    Raw control characters are escaped.
+    Raw control characters, which JSON forbids, are escaped. Yields whenever more text is needed. Returns False if the
+    text ends within the string.
     """
     while char := (yield from source.take_until(_STRING_PATTERN, emit)):
         source.take(source.position + 1)
@@ -120,36 +124,45 @@ class _ObjectCall:
         self._seen_keys: set[str] = set()
 
     def read(self, *, needs_arguments: bool) -> Steps[bool]:
-        """Read the object and add the call to the delta; return whether it is a complete call."""
+        """Read the object from "{" to "}", and add the call to the delta. Return False if it is no tool call."""
         source = self._source
         source.take(source.position + 1)
-        char = yield from source.peek_after_spaces()
-        while char == '"':
-            if not (yield from self._read_member()):
+        next_char = yield from source.peek_after_spaces()
+        while next_char == '"':
+            is_member_of_call = yield from self._read_member()
+            if not is_member_of_call:
                 return False
-            char = yield from source.peek_after_spaces()
-            if char == ",":
-                source.take(source.position + 1)
-                char = yield from source.peek_after_spaces()
-                if char != '"':
-                    return False
-            elif char != "}":
+            next_char = yield from source.peek_after_spaces()
+            if next_char == "}":
+                break
+            if next_char != ",":
                 return False
-        if char != "}":
+            source.take(source.position + 1)
+            next_char = yield from source.peek_after_spaces()
+            if next_char != '"':
+                return False
+        if next_char != "}":
             return False
-        if not self._delta.is_in_call:
-            arguments = _complete_arguments(self._arguments_json, is_required=needs_arguments)
-            if not self._name or arguments is None:
-                return False
-            self._delta.begin_call(self._name)
-            self._delta.add_arguments(arguments)
+        was_streamed = self._delta.is_in_call
+        if not was_streamed and not self._add_whole_call(needs_arguments=needs_arguments):
+            return False
         source.take(source.position + 1)
         return True
 
-    def _read_member(self) -> Steps[bool]:
-        """Read a key and its value. Returns False if the object cannot be a call.
+    def _add_whole_call(self, *, needs_arguments: bool) -> bool:
+        """Add a call whose arguments were not streamed. Return False if it has no name, or no valid arguments."""
+        arguments = _complete_arguments(self._arguments_json, is_required=needs_arguments)
+        if not self._name or arguments is None:
+            return False
+        self._delta.begin_call(self._name)
+        self._delta.add_arguments(arguments)
+        return True
 
-        An unknown key, a key that comes twice, and a value that is missing or cut off show that it cannot.
+    def _read_member(self) -> Steps[bool]:
+        """Read one `"key": value` of the object. Return False if the object cannot be a tool call.
+
+        It cannot if a key is unknown or comes twice, or if a value is missing or cut off. Arguments after the name are
+        streamed to the delta. Yields whenever more text is needed.
         """
         source = self._source
         key_json = yield from _collect_json_value(source)
@@ -217,7 +230,10 @@ def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTy
 
 
 def _skip_markers(source: GrowingText) -> Steps[bool]:
-    """Take white space, markers and a call id up to the `{` of a call's arguments. Return False if none comes."""
+    """Skip what stands between a call's name and its arguments, such as `[CALL_ID]id[ARGS]` before `{"a": 1}`.
+
+    Returns whether the "{" of the arguments comes next. Yields whenever more text is needed.
+    """
     expects_id = False
     while (char := (yield from source.peek())) and char != "{":
         id_match = NAME_PATTERN.match(source.text, source.position)
@@ -242,17 +258,20 @@ def _decode_string(value_json: str) -> str | None:
 
 
 def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | None:
-    """Return the arguments of a complete call as the JSON text of an object; None if they are not an object.
+    """Return a tool call's arguments as the JSON text of an object; None if they are not an object.
 
-    `value_json`: JSON of the arguments, which may be an object inside of a string; None: the call has none.
+    `value_json`: JSON that the model wrote as the arguments, which may be an object within a string; None: it wrote no
+    arguments. `is_required`: a call without arguments is no call.
     """
     if value_json is None:
         return None if is_required else "{}"
     if value_json == "null":
         return "{}"
-    if value_json.startswith('"'):  # JSON in a string
+    is_string = value_json.startswith('"')
+    if is_string:
         value_json = escape_control_chars(_decode_string(value_json) or "")
     try:
-        return value_json if isinstance(msgspec.json.decode(value_json), dict) else None
+        value = msgspec.json.decode(value_json)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+    return value_json if isinstance(value, dict) else None

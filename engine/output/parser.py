@@ -28,26 +28,27 @@ SPACES_MAX = 64
 
 
 class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Says how the answers of one request are parsed, and which parts of them the client gets."""
+    """How the generated text of one request is split into reasoning, text and tool calls, and what the client gets."""
 
     reasoning_format: str | None = None
-    """Name in REASONING_FORMATS; None: reasoning is text."""
+    """Name of the format in which the model writes reasoning, such as "qwen3"; None: reasoning is left in the text."""
     initial_state: ReasoningState = "after"
-    """Reasoning state at the beginning of an answer."""
+    """Whether the answer begins before, inside or after its reasoning."""
     shows_reasoning: bool = True
     call_format: str | None = None
-    """Name in CALL_FORMATS; None: calls are text."""
+    """Name of the format in which the model writes tool calls; None: calls are left in the text."""
     parameter_types: ParameterTypes = {}
+    """JSON types of the tools' parameters, for call formats that write values without types."""
     single_call: bool = False
-    """Calls after the first are dropped."""
+    """Whether tool calls after the first are dropped."""
     requires_call: bool = False
-    """The answer is calls and nothing else, so stop strings do not apply."""
+    """Whether the answer must be tool calls and nothing else. Stop strings do not apply then."""
     names_function: bool = False
-    """The request names the function to call: the finish reason is that of an answer without calls, as with OpenAI."""
+    """Whether the request names the function to call. The finish reason is then not "tool_calls", as with OpenAI."""
 
     @property
     def special_markers(self) -> frozenset[str]:
-        """Markup that stays in the text although a tokenizer may have it as special tokens."""
+        """Markup that detokenization must not drop, although a tokenizer may have it as special tokens."""
         markers: list[str] = []
         if self.reasoning_format is not None:
             reasoning_format = REASONING_FORMATS[self.reasoning_format]
@@ -65,21 +66,20 @@ class OutputParser:
     """
 
     def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
-        """Begin before the first text. `params` has the stop strings, which do not apply if a call is required."""
+        """Create the parser of one sequence. `params` has the stop strings, which end the answer."""
         self.config = config
         self.stop_string: str | None = None
         """Stop string that ended the text."""
-        self._call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
-        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
-        open_markers: tuple[str, ...] = ()
-        has_short_ids = False
-        if self._call_format is not None:
-            open_markers, has_short_ids = self._call_format.open_markers, self._call_format.has_short_ids
-        self._open_markers = DelimiterScanner(open_markers)
         stops = () if config.requires_call else params.stop
         self._stop_strings = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._source = GrowingText()
-        self._delta = DeltaBuilder(has_short_ids=has_short_ids)
+
+        call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
+        self._call_format = call_format
+        self._call_scanner = DelimiterScanner(() if call_format is None else call_format.open_markers)
+        self._delta = DeltaBuilder(has_short_ids=call_format is not None and call_format.has_short_ids)
+
+        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
         self._reasoning_state: ReasoningState = "after" if reasoning_format is None else config.initial_state
         self._reasoning_has_just_opened = False
         self._steps = self._read_output(reasoning_format)
@@ -153,9 +153,10 @@ class OutputParser:
     # Reasoning --------------------------------------------------------------------------------------------------------
 
     def _read_reasoning(self, reasoning_format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning with its markers, up to its end. Takes nothing if the answer begins without reasoning.
+        """Read the reasoning, such as `<think>...</think>`, if the answer begins with it. Its markers are dropped.
 
-        In some formats a tool call ends the reasoning, too. The call's marker is left to `_read_text`.
+        In some formats a tool call ends the reasoning, too. The marker that opens the call is not taken then. Yields
+        whenever more text is needed.
         """
         source = self._source
         has_open_marker = yield from self._read_open_marker(reasoning_format)
@@ -163,20 +164,22 @@ class OutputParser:
             self._reasoning_state = "inside"
             self._reasoning_has_just_opened = True
         elif self._reasoning_state == "before":
-            return
-        has_call_end = reasoning_format.ends_at_call
-        call_markers = self._call_format.open_markers if has_call_end and self._call_format is not None else ()
-        end_markers = DelimiterScanner((*reasoning_format.close_markers, *call_markers))
-        marker = yield from end_markers.take_until(source, self._delta.add_reasoning)
-        if not marker:
+            return  # the answer has no reasoning
+        call_markers: tuple[str, ...] = ()
+        if reasoning_format.ends_at_call and self._call_format is not None:
+            call_markers = self._call_format.open_markers
+        end_scanner = DelimiterScanner((*reasoning_format.close_markers, *call_markers))
+        end_marker = yield from end_scanner.take_until(source, self._delta.add_reasoning)
+        if not end_marker:
             self._delta.add_reasoning(source.take_all())
-        elif marker not in call_markers:
-            source.take(source.position + len(marker))
+        elif end_marker not in call_markers:
+            source.take(source.position + len(end_marker))
 
     def _read_open_marker(self, reasoning_format: ReasoningFormat) -> Steps[bool]:
-        """Take white space and the marker that opens reasoning. Returns False, and takes nothing, for any other text.
+        """Take the marker that opens reasoning, such as "<think>". Return False, and take nothing, for any other text.
 
-        The marker may come in pieces. With "<think>" as the marker, "<thi" is waited for, and "<the" is other text.
+        The marker may come in pieces: after "<thi", this yields until more text has come; after "<the", it returns
+        False. White space before the marker is taken, too.
         """
         source = self._source
         while True:
@@ -188,18 +191,20 @@ class OutputParser:
                 if text.startswith(marker):
                     source.take(space_chars + len(marker))
                     return True
-            if not any(marker.startswith(text) for marker in reasoning_format.open_markers):
+            may_become_marker = any(marker.startswith(text) for marker in reasoning_format.open_markers)
+            if not may_become_marker:
                 return False
-            if not (yield from source.wait_for_more()):
+            has_more = yield from source.wait_for_more()
+            if not has_more:
                 return False
 
     # Text and tool calls ----------------------------------------------------------------------------------------------
 
     def _read_text(self, call_format: ToolCallFormat) -> Steps[bool]:
-        """Take text of the answer up to a marker that may begin a tool call, and return True; False at the text's end.
+        """Read plain text up to a marker that may open a tool call. Return False if the text ends without one.
 
-        From the marker on, the source also keeps a copy of what is taken: if no call follows the marker, that is added
-        to the answer's text after all.
+        From the marker on, `source` holds a copy of all that is taken. If no call follows, the copy becomes text after
+        all. Yields whenever more text is needed.
         """
         source, delta = self._source, self._delta
         # In some formats an answer may begin with a call without any marker, such as `{"name": "f"}`.
@@ -211,7 +216,7 @@ class OutputParser:
                 return True
             if not char or char not in SPACE:
                 break
-        marker = yield from self._open_markers.take_until(source, delta.add_text)
+        marker = yield from self._call_scanner.take_until(source, delta.add_text)
         if not marker:
             delta.add_text(source.take_all())
             return False
@@ -221,21 +226,24 @@ class OutputParser:
         return True
 
     def _read_region(self, format: ToolCallFormat) -> Steps[None]:
-        """Read a region: tool calls and the markup around them, up to the first text that is neither.
+        """Read consecutive tool calls and the markup around them, up to the first text that is neither.
 
-        Examples are `<tool_call>{"name": "f"}</tool_call>` and `[f(a=1), g()]`. The source keeps a copy of what was
-        taken since the last call. If no call follows, that was no markup, and is added to the answer's text.
+        Examples are `<tool_call>{"name": "f"}</tool_call>` and `[f(a=1), g()]`. `source` holds a copy of what was taken
+        since the last call. If no call follows, the copy becomes text. Yields whenever more text is needed.
         """
         source = self._source
-        has_call = is_in_array = False
+        has_call = False
+        is_in_array = False
         while True:
             char = yield from source.peek_after_spaces(SPACE + ",;" if has_call else SPACE)
             marker = yield from source.peek_any(format.region_markers)
-            if marker and marker not in format.readers:  # it closes the region, or opens another one
+            is_region_marker = marker != "" and marker not in format.readers
+            if is_region_marker:  # it closes the calls, or opens further ones
                 self._take_region_marker(marker, format, has_call=has_call)
                 if marker == format.close_marker:
                     return
-                has_call = is_in_array = False
+                has_call = False
+                is_in_array = False
             elif has_call and self._ends_within(format.close_marker):  # the answer was cut in its last marker
                 source.stop_holding()
                 source.take_all()
@@ -248,16 +256,25 @@ class OutputParser:
                 source.take(source.position + 1)
                 source.start_holding()
             else:
-                read_call = _select_reader(format, marker, char)
-                if read_call is None or not (yield from read_call(source, self._delta, self.config.parameter_types)):
+                is_call = yield from self._read_call(format, marker, char)
+                if not is_call:
                     self._revert_to_text()
                     return
-                self._delta.end_call()
-                source.start_holding()
                 has_call = True
 
+    def _read_call(self, format: ToolCallFormat, marker: str, next_char: str) -> Steps[bool]:
+        """Read one tool call, which begins with `marker` or `next_char`. Return False if the text is no call."""
+        read_call = _select_reader(format, marker, next_char)
+        if read_call is None:
+            return False
+        is_call = yield from read_call(self._source, self._delta, self.config.parameter_types)
+        if is_call:
+            self._delta.end_call()
+            self._source.start_holding()
+        return is_call
+
     def _take_region_marker(self, marker: str, format: ToolCallFormat, *, has_call: bool) -> None:
-        """Take the marker that closes a region, or that opens another one. A region without a call becomes text."""
+        """Take the marker that closes a group of calls, or opens another one. Markup without a call becomes text."""
         source = self._source
         if not has_call:
             self._revert_to_text()

@@ -31,20 +31,25 @@ class _Argument(NamedTuple):
 
 
 def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take a call `f(a=1, b="x")`. The arguments are known only once all of it has come, because Python's parser reads
-    them.
+    """Read a tool call in Python's syntax, such as `f(a=1, b="x")`, and add it to `delta`. Return False for other text.
 
-    Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
+    Argument names need not be valid in Python: models write `from` and `user-id`, too. The arguments are added all at
+    once, because Python's parser needs the whole call. Yields whenever more text is needed.
     """
     name = yield from read_name(source)
-    if name is None or (yield from source.peek()) != "(":
+    if name is None:
+        return False
+    next_char = yield from source.peek()
+    if next_char != "(":
         return False
     source.take(source.position + 1)
     arguments = yield from _read_arguments(source)
-    arguments_json = None if arguments is None else _encode_arguments(arguments)
+    if arguments is None:
+        return False
+    arguments_json = _encode_arguments(arguments)
     if arguments_json is None:
         return False
-    source.stop_holding()
+    source.stop_holding()  # the text is a call, so no copy of it is needed
     delta.begin_call(name)
     delta.add_arguments(arguments_json)
     return True
@@ -66,20 +71,20 @@ def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
 
 
 class _ArgumentSplitter:
-    """Splits the text of a call's arguments, such as `a=1, b=[2, 3])`, at commas and "=" outside of inner brackets.
+    """Splits the arguments of a Python call, such as `a=1, b=[2, 3])`, into names and values as they arrive.
 
-    Only quotes, brackets, commas and "=" are looked at; the values are parsed later.
+    It splits at commas and "=" outside of strings and inner brackets. The values are parsed later.
     """
 
     def __init__(self) -> None:
         self.arguments: list[_Argument] = []
         self.depth = 1
-        """Number of brackets that are open; 0 after the end of the arguments."""
+        """Number of open brackets; 0 after the end of the arguments."""
         self.quote = ""
-        """Quotation mark of the string that is open; empty outside of strings."""
+        """Quotation mark of the open string; empty outside of strings."""
         self._name: str | None = None
         self._parts: list[str] = []
-        """Pieces of the name or value that is being read."""
+        """Pieces of the current name or value."""
 
     def add_text(self, text: str) -> None:
         self._parts.append(text.translate(_STRING_ESCAPES) if self.quote else text)
@@ -88,18 +93,22 @@ class _ArgumentSplitter:
         self._parts.append(escape)
 
     def add_punctuation(self, char: str) -> None:
-        """Add a quotation mark, a bracket, a comma or "="."""
+        """Add a quotation mark, bracket, comma or "=". It may end the name or the value of the current argument.
+
+        Within a string, only the string's closing quotation mark may be added.
+        """
         if char in "\"'":
             self.quote = "" if self.quote else char
         elif char in "([{":
             self.depth += 1
         elif char in ")]}":
             self.depth -= 1
-        is_argument_end = self.depth == 0 or (self.depth == 1 and char == ",")
-        if is_argument_end:
+        ends_value = self.depth == 0 or (self.depth == 1 and char == ",")
+        ends_name = self.depth == 1 and char == "=" and self._name is None
+        if ends_value:
             self.arguments.append(_Argument(self._name, "".join(self._parts)))
             self._name, self._parts = None, []
-        elif self.depth == 1 and char == "=" and self._name is None:
+        elif ends_name:
             self._name, self._parts = "".join(self._parts), []
         else:
             self._parts.append(char)
@@ -146,19 +155,19 @@ class _JsonConstants(ast.NodeTransformer):
 
 
 def parse_literal(source: str) -> Literal | None:
-    """Parse a Python literal, which may contain JSON's `true`, `false` and `null`.
+    """Parse a Python literal, such as `{"a": [1, True]}`. JSON's `true`, `false` and `null` are accepted, too.
 
-    Returns None if the text is no literal, or one that JSON cannot hold.
+    Returns None if the text is no literal, or if JSON cannot express its value.
     """
     if not source.strip():
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not know
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes such as "\\d"
             tree = ast.parse(f"({source}\n)", mode="eval").body
         value = ast.literal_eval(_JsonConstants().visit(tree))
         value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        value_json.encode()  # half a character cannot be sent
+        value_json.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
         return Literal(value, value_json)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

@@ -62,11 +62,11 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
 
 def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
-    """Return the JSON types that a schema allows; an empty set if it allows all.
+    """Return the JSON types that a JSON schema allows, such as {"integer", "null"}; an empty set if it allows all.
 
-    Types are named by `type`, by listed values (`enum`), or in the schemas of `anyOf` and the like. Without these, a
-    keyword that belongs to one type tells it, such as `properties` to objects. `root`: schema with the definitions that
-    `schema` refers to.
+    Types come from `type`, from the values in `enum` or `const`, and from the branches of `anyOf`, `oneOf` and `allOf`.
+    Without these, a keyword of one type decides: `properties` belongs to objects. `root`: schema with the definitions
+    that `schema` refers to.
     """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
@@ -78,7 +78,9 @@ def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
     types |= {get_json_type(value) for value in _enum_values(schema) or ()}
     for branch in _list_branches(schema):
         types |= _collect_types(branch, root, depth + 1)
-    return types or {type_name for keyword, type_name in _TYPE_BY_KEYWORD.items() if keyword in schema}
+    if types:
+        return types
+    return {type_name for keyword, type_name in _TYPE_BY_KEYWORD.items() if keyword in schema}
 
 
 def _list_branches(schema: dict[str, Json]) -> list[Json]:
@@ -95,9 +97,10 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """Return the values that a schema lists by `enum` or `const`, or in each of its branches.
+    """Return all values that a JSON schema allows, if it lists them by `enum` or `const`, or in each branch of `anyOf`.
 
-    None if it lists no values, or if one of them is an object or an array.
+    Returns None if the schema lists no values, or if one of them is an object or an array. `root`: schema with the
+    definitions that `schema` refers to. `depth`: number of schemas around this one, which is bounded.
     """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
@@ -111,9 +114,10 @@ def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
             if branch_values is None:
                 return None
             values += branch_values
-    if values is None or any(isinstance(value, (dict, list)) for value in values):
+    if values is None:
         return None
-    return values
+    has_nested_value = any(isinstance(value, (dict, list)) for value in values)
+    return None if has_nested_value else values
 
 
 def get_definitions(schema: Json) -> dict[str, Json]:
@@ -124,23 +128,25 @@ def get_definitions(schema: Json) -> dict[str, Json]:
 
 
 def list_properties(schema: Json) -> list[Property] | None:
-    """Return the properties of an object's schema; None if the schema has no complete list of them.
+    """Return the properties of an object's JSON schema; None if the schema may allow others than it lists.
 
-    A list is not complete beside `anyOf` and the like, or `patternProperties`. The shared definitions are added to the
-    schema of each property, so that its references can be resolved.
+    `anyOf`, `oneOf`, `allOf` and `patternProperties` may allow others. The schema of each property gets the shared
+    definitions, so that its references can be resolved.
     """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):
         return None
     if object_schema.get("type", "object") != "object" or {*_BRANCHES, "patternProperties"} & set(object_schema):
         return None
-    listed_names = object_schema.get("required")
-    required_names = listed_names if isinstance(listed_names, list) else []
+    required_names = object_schema.get("required")
+    if not isinstance(required_names, list):
+        required_names = []
     definitions = get_definitions(schema)
-    return [
-        Property(name, {**definitions, **inner} if isinstance(inner, dict) else inner, name in required_names)
-        for name, inner in object_schema["properties"].items()
-    ]
+    properties = []
+    for name, inner in object_schema["properties"].items():
+        property_schema = {**definitions, **inner} if isinstance(inner, dict) else inner
+        properties.append(Property(name, property_schema, is_required=name in required_names))
+    return properties
 
 
 def read_parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:

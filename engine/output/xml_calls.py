@@ -28,22 +28,21 @@ _FOLLOWING_MARKERS = {
 
 
 def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take a call `<function=f>` with `<parameter=p>value</parameter>`s, if `f` is one of the tools.
+    """Read a tool call such as `<function=f><parameter=p>1</parameter></function>`, and add it to `delta` as JSON.
 
-    A value may hold such markup itself. So a marker ends the value only if the right text follows the marker: another
-    marker after `</parameter>`, the end of the calls after `</function>`, a parameter without a value yet after
-    `<parameter=`.
+    Returns False if the text is no complete call of a tool in `types`, the JSON types of each tool's parameters. Yields
+    whenever more text is needed.
     """
     source.take(source.position + len(FUNCTION_MARKER))
     name, is_complete = yield from _read_name(source)
     name = name.strip()
     if not is_complete or name not in types:
         return False
-    source.stop_holding()
+    source.stop_holding()  # the text is a call, so no copy of it is needed
     source.take(source.position + 1)
     delta.begin_call(name)
-    is_call = yield from _XmlArguments(source, delta, types[name]).read()
-    return is_call
+    is_complete = yield from _XmlArguments(source, delta, types[name]).read()
+    return is_complete
 
 
 def _read_name(source: GrowingText) -> Steps[tuple[str, bool]]:
@@ -96,10 +95,11 @@ class _XmlArguments:
         return marker
 
     def _read_parameters(self) -> Steps[str]:
-        """Read a parameter of a call, after its `<parameter=`; also those behind it, if `</parameter>` is missing.
+        """Read the name and the value of a parameter, after its `<parameter=`. Add both to the JSON of the arguments.
 
-        So `city>Rome</parameter>` is one parameter, and `city>Rome<parameter=days>3</parameter>` is two. Returns the
-        marker that ended the last value, `</parameter>` or `</function>`; an empty string if the text has ended.
+        If `</parameter>` is missing, the next parameter is read, too: `city>Rome<parameter=days>3</parameter>` is two
+        parameters. Returns the marker that ended the last value, `</parameter>` or `</function>`; an empty string if
+        the text has ended.
         """
         name = yield from self._read_parameter_name()
         if name is None:
@@ -142,15 +142,16 @@ class _XmlArguments:
         return source.take(source.position + len(marker))
 
     def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
-        """Read on after `<parameter=` within a value, and return the value that the next text belongs to.
+        """Decide whether a `<parameter=` within a value begins the next parameter. Return the value to read now.
 
-        It is a new value if the name after the marker is a parameter of the tool that has no value yet. Else the marker
-        was text of the same value.
+        A new value begins if the marker is followed by the name of a parameter that has no value yet. Otherwise the
+        marker is text of the current `value`, which is returned.
         """
         name_text, is_complete = yield from _read_name(self._source)
         name = name_text.strip()
         is_unknown = bool(self._types_by_parameter) and name not in self._types_by_parameter
-        if not is_complete or is_unknown or name in self._seen_parameters:
+        is_text = not is_complete or is_unknown or name in self._seen_parameters
+        if is_text:
             value.append(_PARAMETER_MARKER + name_text)
             return value
         self._source.take(self._source.position + 1)
@@ -158,14 +159,16 @@ class _XmlArguments:
         return self._open_value(name)
 
     def _end_value_if_complete(self, marker: str, value: _ParameterValue) -> Steps[bool]:
-        """End the value if `marker`, which was just taken, is its end marker. Return whether the value has ended.
+        """End the value if `marker`, which was just read, really is its end. Return whether the value has ended.
 
-        The value may be code that has such markup in it. So `marker` ends the value only if the answer's text ends
-        there, or if one of the marker's `_FOLLOWING_MARKERS` comes next, after white space. Else it is added to the
+        A value may be code that contains such markup. So `</parameter>` ends it only before another marker, such as
+        `</function>`, or at the end of the text. White space may come between. Otherwise the marker is text of the
         value.
         """
-        source, following_markers, spaces = self._source, _FOLLOWING_MARKERS[marker], list[str]()
+        source = self._source
+        spaces: list[str] = []
         yield from source.take_until(_NON_SPACE_PATTERN, spaces.append)
+        following_markers = _FOLLOWING_MARKERS[marker]
         following_marker = yield from source.peek_any(following_markers)
         is_cut_off = not following_marker and source.may_become_any(following_markers)
         if is_cut_off:
@@ -178,8 +181,9 @@ class _XmlArguments:
 
 
 class _ParameterValue:
-    """Adds the value of one parameter to the delta while it is read. Strings are passed on at once, others at their
-    end.
+    """Converts the text of one XML parameter of a tool call to JSON, while the model writes it.
+
+    A string is passed on to `delta` in pieces. Another type is passed on at its end, when its text can be parsed.
     """
 
     def __init__(self, delta: DeltaBuilder, types: tuple[str, ...]) -> None:
@@ -194,7 +198,7 @@ class _ParameterValue:
             delta.add_arguments('"')
 
     def append(self, piece: str) -> None:
-        """Append text. One line break at the start and one at the end belong to the markup."""
+        """Append text. One line break at its start and one at its end are markup, and left out."""
         if self._is_at_start and piece:
             self._is_at_start = False
             piece = piece.removeprefix("\n")
@@ -212,7 +216,7 @@ class _ParameterValue:
         self._delta.add_arguments('"' if self._is_string else encode_as_types("".join(self._parts), self._types))
 
     def leave_open(self) -> None:
-        """Pass on a value that was cut off by the end of the text, as it was written."""
+        """Pass on a value that the end of the answer cut off, as the model wrote it."""
         if self._is_string:
             self._delta.add_arguments(encode_json(self._pending_newline)[1:-1])
         else:
@@ -220,11 +224,10 @@ class _ParameterValue:
 
 
 def encode_as_types(value: str, types: tuple[str, ...]) -> str:
-    """Return a parameter's text as JSON of one of `types`, the JSON types that the tool's schema allows.
+    """Convert the text of a tool call's parameter to JSON. `types`: JSON types that the tool's schema allows.
 
-    For an integer or a string, the text 5 becomes 5, and five becomes "five". JSON of a type that is not allowed
-    becomes a string only if strings are allowed. Text becomes a string in any case if it is neither JSON nor one of
-    Python's literals of an allowed type.
+    With integers and strings allowed, the text 5 becomes 5, and five becomes "five". Text that is no JSON becomes a
+    string. JSON of a type that is not allowed becomes a string only if strings are allowed.
     """
     text = value.strip()
     lowered_text = text.lower()
@@ -239,7 +242,8 @@ def encode_as_types(value: str, types: tuple[str, ...]) -> str:
         return encode_json(value)
     type_name, value_json = type_and_json
     is_allowed = type_name in types or (allows_number and type_name in ("integer", "number"))
-    return value_json if is_allowed or "string" not in types else encode_json(value)
+    must_be_string = not is_allowed and "string" in types
+    return encode_json(value) if must_be_string else value_json
 
 
 def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
