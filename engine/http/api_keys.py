@@ -9,7 +9,10 @@ from prompts import RequestError
 
 
 class ApiKeys:
-    """Checks the keys that open the server's routes. Without any key, everybody may call every route."""
+    """Checks the API keys of requests: clients' keys, and the operator's key for routes that change the engine.
+
+    Without any keys, everybody may call every route.
+    """
 
     def __init__(self, client_keys: Sequence[str], admin_key: str | None) -> None:
         self._client_keys = [key.encode() for key in client_keys]
@@ -22,13 +25,13 @@ class ApiKeys:
             raise RequestError(message, code="invalid_api_key", status=401)
 
     def get_tenant(self, headers: Mapping[str, str], address: str | None) -> str:
-        """Return the name under which a client takes turns with others: its key, or its address without keys."""
+        """Return what tells clients apart, for fair turns: the key, or the network address if there are no keys."""
         return _read_token(headers) if self._client_keys else address or ""
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestError unless the headers have the operator's key: 401 for another key.
+        """Raise RequestError 401 unless the headers have the operator's key.
 
-        Without an operator's key, nobody may call these routes if there are clients' keys (403), and else everybody.
+        If only clients' keys are configured, no key opens the operator's routes, and the status is 403.
         """
         if not self._admin_keys and self._client_keys:
             message = "an operator's route, which no client's key opens: start the engine with --admin-api-key"

@@ -62,10 +62,10 @@ log = logging.getLogger("engine.server")
 
 
 class RenderBudget:
-    """CPU time that the chat template may take for one body on the event loop or in a thread: at most RENDER_S_MAX.
+    """Token bucket of CPU time: limits how long chat templates may delay other requests of this process.
 
-    A rendering that needs more is given up and has used up the budget, which fills again by RENDER_SHARE of all time.
-    Meanwhile a body has RENDER_S_MIN, so that slow bodies of one client send no ordinary body to a process.
+    A rendering may take what is in the bucket, at most RENDER_S_MAX. A slower one is given up and empties the bucket,
+    which refills slowly. RENDER_S_MIN is always allowed, so that ordinary prompts are rendered here even then.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,14 @@ class RenderBudget:
         self._updated_s = 0.0
 
     def compute_limit_s(self, now_s: float) -> float:
-        """Return the CPU time that a rendering may take now."""
-        self._budget_s = min(RENDER_S_MAX, self._budget_s + RENDER_SHARE * (now_s - self._updated_s))
+        """Refill the bucket, and return the seconds of CPU time that a rendering may take now."""
+        refill_s = RENDER_SHARE * (now_s - self._updated_s)
+        self._budget_s = min(RENDER_S_MAX, self._budget_s + refill_s)
         self._updated_s = now_s
         return max(self._budget_s, RENDER_S_MIN)
 
     def use_up(self) -> None:
+        """Empty the bucket, because a rendering took longer than its limit."""
         self._budget_s = 0.0
 
 
@@ -100,19 +102,20 @@ class BodyReader:
         self._checked_bytes = 0
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0, tenant: str = "") -> T:
-        """Return the result of `parse` for a body. Raises RequestError, also if it takes too much time or memory.
+        """Parse a request body: a short one at once, a longer one in a thread, a long or slow one in another process.
 
-        `extra_bytes`: size of the other inputs of `parse`. `tenant`: client, which takes turns with other clients.
+        Raises RequestError for an invalid body, or one that takes too much time or memory. `extra_bytes`: size of the
+        other inputs of `parse`. `tenant`: client, which takes turns with other clients.
         """
-        size = len(data) + extra_bytes
-        if size <= THREAD_BYTES_MAX:
+        size_bytes = len(data) + extra_bytes
+        if size_bytes <= THREAD_BYTES_MAX:
             try:
-                if size <= INLINE_BYTES_MAX:
+                if size_bytes <= INLINE_BYTES_MAX:
                     return self._parse_here(parse, data)
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._thread_pool, self._parse_here, parse, data)
             except TemplateLimitError as error:
-                log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
+                log.warning("a body of %d bytes is parsed in a process: %s", size_bytes, error.message)
         return await finish_uncancelled(self._read_in_process(parse, data, tenant))
 
     def _parse_here(self, parse: BodyParser[T], data: bytes) -> T:
@@ -160,19 +163,20 @@ class BodyReader:
             self._checked_bytes -= len(oldest_lark)
 
     async def _check_in_process(self, constraint: Constraint, tenant: str) -> Constraint:
-        """Compile the grammar of a constraint in another process. Raises RequestError if that fails or takes too
-        much.
+        """Compile the grammar of a structured output in another process, with limits on time and memory.
+
+        Returns the constraint with its checked grammar. Raises RequestError if the grammar is invalid or too expensive.
         """
-        lark, param = constraint.lark_grammar, constraint.param
-        if len(lark) > GRAMMAR_CHARS_MAX:
-            raise field_error(param, f"too long, expected at most {GRAMMAR_CHARS_MAX} characters")
+        char_count = len(constraint.lark_grammar)
+        if char_count > GRAMMAR_CHARS_MAX:
+            raise field_error(constraint.param, f"too long, expected at most {GRAMMAR_CHARS_MAX} characters")
         try:
             checked_constraint: Constraint = await self._compiler_pool.run(
                 lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint), tenant
             )
         except WorkerProcessError as error:
-            log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
-            raise field_error(param, "takes more time or memory to compile than it may") from error
+            log.warning("a grammar of %d characters could not be compiled: %s", char_count, error)
+            raise field_error(constraint.param, "takes more time or memory to compile than it may") from error
         return checked_constraint
 
     def close(self) -> None:

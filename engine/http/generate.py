@@ -76,15 +76,16 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Answer `POST /v1/responses`, after looking up the stored responses and items that the body refers to."""
+    """Answer `POST /v1/responses`, which may continue a stored response or refer to items of stored responses."""
     state = request.app[STATE]
-    data = await state.read_body(request)
+    body = await state.read_body(request)
     previous_messages: bytes | None = None
     items: dict[str, bytes] = {}
-    # Few bodies refer to anything. Looking for the words is much cheaper than parsing the body twice.
-    if b'"previous_response_id"' in data or b'"item_reference"' in data:
+    # Few bodies refer to anything. Looking for the words is much cheaper than parsing every body twice.
+    may_have_references = b'"previous_response_id"' in body or b'"item_reference"' in body
+    if may_have_references:
         with state.reserve_admission():
-            references = await state.reader.read(read_response_references, data, tenant=state.get_tenant(request))
+            references = await state.reader.read(read_response_references, body, tenant=state.get_tenant(request))
         previous_id = references.previous_response_id
         if previous_id is not None:
             previous_messages = state.response_store.get(previous_id, "previous_response_id").messages
@@ -97,14 +98,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
-    """Answer a request: parse its body, submit its sequences to the engine's core process, and send their outputs.
+    """Answer a request: parse its body, submit its sequences to the engine core, and send what they generate.
 
-    `id_prefix`: beginning of the answer's id. `extra_bytes`: size of the other inputs of `parse`.
+    `parse`: parser of the requested API's bodies. `id_prefix`: beginning of the answer's id. `extra_bytes`: size of
+    other inputs of `parse`.
     """
     state = request.app[STATE]
-    data = await state.read_body(request)
-    with state.reserve_admission():  # requests that are being parsed count as waiting, until they are submitted
-        parsed_request = await _parse_body(state, request, parse, data, extra_bytes)
+    body = await state.read_body(request)
+    with state.reserve_admission():  # a request that is being parsed counts as waiting until it is submitted
+        parsed_request = await _parse_body(state, request, parse, body, extra_bytes)
         generation = make_generation(
             parsed_request,
             id=id_prefix + _choose_answer_id(request, parsed_request, id_prefix),
@@ -159,13 +161,14 @@ def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_pr
 async def _respond(
     state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, formatter: ResponseFormatter
 ) -> web.StreamResponse:
-    """Send the answer, as a stream or whole, from the outputs of the submitted sequences.
+    """Send the answer of submitted sequences, streamed or whole, as the request wants.
 
-    If the client leaves, which cancels this task, or the time limit passes, unfinished sequences are aborted.
+    If the client disconnects, which cancels this task, or the time limit passes, unfinished sequences are aborted.
     """
     state.begin_request()
     deadline_timer = _start_deadline_timer(stream, state.config.request_timeout_s)
-    writer = ResponseWriter(request, state.config, None if deadline_timer is None else deadline_timer.when())
+    deadline_s = None if deadline_timer is None else deadline_timer.when()
+    writer = ResponseWriter(request, state.config, deadline_s)
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         delta_stream = DeltaStream(state, generation, stream)
@@ -210,15 +213,16 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
 
 
 class DeltaStream:
-    """Iterates over the deltas of an answer as it is generated, and records their times in the metrics.
+    """Async iterator over the pieces of text of an answer, as they are generated. Records their times in the metrics.
 
-    The engine's core process reports one output for each sequence and step, such as the next token id. A delta is the
-    text that the output adds to its choice, one of the `n` answers that the request asked for.
+    The engine core reports one output for each sequence and step, such as the next token id. A delta is the text that
+    the output adds to its choice, one of the `n` answers that the request asked for.
     """
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
         self._generation = generation
-        self._choices_by_id = {r.request_id: choice for r, choice in zip(generation.requests, generation.choices)}
+        sequence_ids = [request.request_id for request in generation.requests]
+        self._choice_by_sequence_id = dict(zip(sequence_ids, generation.choices))
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
 
@@ -231,12 +235,12 @@ class DeltaStream:
         return [self._apply_output(output, now_s) for output in outputs]
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
-        """Add an output to its choice, and return the choice and what is new in it.
+        """Add an output of the engine core to its choice. Return the choice, and the text that is new in it.
 
-        If the new text has a stop string, which the core does not look for, the sequence is aborted there. Raises
+        If the new text ends with a stop string, for which the core does not look, the sequence is aborted. Raises
         RequestError if the sequence has failed.
         """
-        choice = self._choices_by_id[output.request_id]
+        choice = self._choice_by_sequence_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
             self._record_finish(choice, "error", now_s)
@@ -268,12 +272,12 @@ async def format_logprobs(
     deltas: list[tuple[Choice, ChoiceDelta]],
     release_logprobs: Callable[[int], None],
 ) -> None:
-    """Format the logprobs of deltas, and let the event loop serve other requests between parts of them.
+    """Format the logprobs of new tokens as JSON. Other requests are served now and then, as there may be millions.
 
-    The logprobs of one request may be millions. The server limits how many all requests hold together.
-    `release_logprobs` is called with the number of logprobs that were formatted and need no memory any more.
+    `release_logprobs` is called with the number of logprobs whose memory is free again, because the server limits how
+    many logprobs all requests hold together.
     """
-    if isinstance(formatter, MessagesFormatter):
+    if isinstance(formatter, MessagesFormatter):  # Anthropic's API has no logprobs
         return
     logprobs_since_pause = 0
     for choice, delta in deltas:
@@ -298,16 +302,21 @@ async def _stream_response(
     formatter: ResponseFormatter,
     release_logprobs: Callable[[int], None],
 ) -> web.StreamResponse:
-    """Send an answer as a stream of events. An error after the first one becomes the last event."""
-    if isinstance(formatter, ResponsesFormatter):  # the last event has the whole answer
-        release_logprobs = _keep_logprobs
+    """Send an answer as a stream of server-sent events, while it is generated.
+
+    An error before the first event is raised; a later one is sent as the last event. `release_logprobs`: gives back
+    memory of logprobs that were sent.
+    """
+    if isinstance(formatter, ResponsesFormatter):
+        release_logprobs = _keep_logprobs  # the last event repeats the whole answer
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
             await format_logprobs(formatter, deltas, release_logprobs)
-            await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
+            events = [formatter.format_delta(choice, delta) for choice, delta in deltas]
+            await writer.write(b"".join(events))
         final_events = formatter.format_end()
-        _store_response(state, formatter)  # a client may continue the response as soon as it has the end
+        _store_response(state, formatter)  # before the end is sent, because a client may continue the response then
         await writer.write(final_events)
     except (RequestError, EngineDeadError) as error:
         if not writer.has_started:

@@ -31,14 +31,14 @@ _TOKEN_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1
 
 
 class ServerMetrics:
-    """Counts the requests and tokens of one HTTP process, and measures their times in seconds."""
+    """Counters and histograms of the requests that one HTTP process answers, for `/metrics`. Times are in seconds."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished_sequences: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.error_responses: dict[str, int] = {}
-        """HTTP status -> requests answered with an error."""
+        """HTTP status, such as "404" -> number of requests answered with it."""
         self.time_to_first_token = Histogram(_TTFT_BUCKETS)
         self.inter_token_latency = Histogram(_ITL_BUCKETS)
         self.time_per_output_token = Histogram(_ITL_BUCKETS)
@@ -51,44 +51,49 @@ class ServerMetrics:
 
 
 class RequestClock:
-    """Records the times of one HTTP request in the metrics: the first token, gaps between tokens, the end."""
+    """Records the times of one request in the metrics: time to first token, gaps between tokens, and total time.
 
-    __slots__ = ("_last_token_s", "_metrics", "_start_s")
+    A request may ask for several answers, its choices.
+    """
+
+    __slots__ = ("_last_token_s_by_choice", "_metrics", "_start_s")
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics = metrics
         self._start_s = start_s
-        self._last_token_s: dict[int, float] = {}
+        self._last_token_s_by_choice: dict[int, float] = {}
 
-    def record_tokens(self, index: int, count: int, now_s: float) -> None:
-        """Record that `count` tokens of choice `index` have arrived."""
+    def record_tokens(self, choice_index: int, count: int, now_s: float) -> None:
+        """Record that `count` tokens of a choice have arrived."""
         if not count:
             return
-        last_token_s = self._last_token_s.get(index)
+        last_token_s = self._last_token_s_by_choice.get(choice_index)
         if last_token_s is not None:
             self._metrics.inter_token_latency.observe((now_s - last_token_s) / count)
-        elif not self._last_token_s:
+        elif not self._last_token_s_by_choice:
             self._metrics.time_to_first_token.observe(now_s - self._start_s)
-        self._last_token_s[index] = now_s
+        self._last_token_s_by_choice[choice_index] = now_s
         self._metrics.generation_tokens += count
 
     def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
-        """Record that a choice has ended, with its prompt's and its own number of tokens."""
+        """Record that a choice has ended, for a finish reason such as "stop"."""
         metrics = self._metrics
+        request_s = now_s - self._start_s
         metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
-        metrics.e2e_request_latency.observe(now_s - self._start_s)
+        metrics.e2e_request_latency.observe(request_s)
         metrics.request_prompt_tokens.observe(prompt_tokens)
         metrics.request_generation_tokens.observe(completion_tokens)
         if completion_tokens > 1:
-            metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
+            metrics.time_per_output_token.observe(request_s / completion_tokens)
 
 
 def collect_families(metrics: ServerMetrics, client: EngineClient, info: CoreInfo, model_name: str) -> Iterator[Family]:
-    """Yield all metrics of `/metrics`: counters of the HTTP process, and those of the core's last report to `client`.
+    """Yield all Prometheus metrics of `/metrics`: those of the HTTP process, and those that the engine core reports.
 
-    Metrics with vLLM's names have its labels too.
+    Metrics that vLLM has, too, have its names and its labels.
     """
-    labels, stats = {"model_name": model_name, "engine": "0"}, client.stats
+    labels = {"model_name": model_name, "engine": "0"}
+    stats = client.stats
     if stats is not None:  # else the core has not reported yet
         yield from build_families(GaugeMetricFamily, _list_core_gauges(stats), "vllm:", labels)
         yield from build_families(GaugeMetricFamily, [_make_config_row(info)], "vllm:")
@@ -131,8 +136,8 @@ def _list_core_counters(stats: EngineStats) -> list[Row]:
 
 
 def _make_config_row(info: CoreInfo) -> Row:
-    """Return vLLM's metric whose labels are the configuration, from which routers learn it."""
-    config = {
+    """Return vLLM's metric `cache_config_info`: its labels tell routers how this engine is configured."""
+    value_by_label = {
         "block_size": str(info.block_size),
         "num_gpu_blocks": str(info.num_blocks),
         "num_cpu_blocks": str(info.num_host_blocks),
@@ -144,7 +149,7 @@ def _make_config_row(info: CoreInfo) -> Row:
         "engine": "0",
     }
     help_text = "Configuration of the KV cache and the scheduler."
-    return Row("cache_config_info", help_text, {tuple(config.values()): 1.0}, tuple(config))
+    return Row("cache_config_info", help_text, {tuple(value_by_label.values()): 1.0}, tuple(value_by_label))
 
 
 # fmt: off
@@ -162,7 +167,7 @@ def _list_event_counters(stats: PublisherStats) -> list[Row]:
 
 
 def _list_transfer_counters(stats: TransferStats) -> list[Row]:
-    """Return the counters of blocks that moved between engines."""
+    """Return the counters of KV cache blocks that were pulled from other engines, or sent to them."""
     return [
         make_total("kv_transfer_pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
         make_total("kv_transfer_pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),

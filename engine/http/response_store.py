@@ -71,29 +71,28 @@ class ResponseStore:
         self._responses.move_to_end(name)
         return stored_response
 
-    async def get_items(self, param_by_name: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the JSON of items by name. `param_by_name`: the field that refers to each. Raises RequestError 404.
+    async def get_items(self, param_by_item_id: Mapping[str, str]) -> dict[str, bytes]:
+        """Return the JSON of output items of stored responses, by their ids.
 
-        The items of a response are decoded once, however many of them are asked for. Between two responses the event
-        loop serves other requests.
+        `param_by_item_id`: field of the request that refers to each item. Raises RequestError 404 for an unknown item.
         """
-        names_by_response: defaultdict[str, list[str]] = defaultdict(list)
-        for name in param_by_name:
-            names_by_response[get_response_id_of_item(name)].append(name)
-        items: dict[str, bytes] = {}
-        for response_id, names in names_by_response.items():
+        item_ids_by_response: defaultdict[str, list[str]] = defaultdict(list)
+        for item_id in param_by_item_id:
+            item_ids_by_response[get_response_id_of_item(item_id)].append(item_id)
+        json_by_item_id: dict[str, bytes] = {}
+        for response_id, item_ids in item_ids_by_response.items():
             stored_response = self._responses.get(response_id)
             output = [] if stored_response is None else _output_decoder.decode(stored_response.response).output
-            item_by_name = {item["id"]: item for item in output}
-            for name in names:
-                if name not in item_by_name:
-                    param = param_by_name[name]
-                    message = f"{param}: no item {name[:256]!r} of a response that is stored here"
+            item_by_id = {item["id"]: item for item in output}
+            for item_id in item_ids:
+                if item_id not in item_by_id:
+                    param = param_by_item_id[item_id]
+                    message = f"{param}: no item {item_id[:256]!r} of a response that is stored here"
                     raise RequestError(message, param=param, code="item_not_found", status=404)
-                items[name] = msgspec.json.encode(item_by_name[name])
+                json_by_item_id[item_id] = msgspec.json.encode(item_by_id[item_id])
             self._responses.move_to_end(response_id)
-            await asyncio.sleep(0)
-        return items
+            await asyncio.sleep(0)  # decoding is slow, so other requests are served between responses
+        return json_by_item_id
 
     def delete(self, name: str) -> None:
         """Delete the response `name`. Raises RequestError 404."""

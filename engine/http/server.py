@@ -89,7 +89,7 @@ def build_app(state: ServerState) -> web.Application:
 
 @web.middleware
 async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Check the API key, call the handler, and answer every exception with an error body of the requested API."""
+    """Check the API key, call the route's handler, and turn every exception into an error response."""
     state = request.app[STATE]
     try:
         if request.match_info.handler in OPERATOR_HANDLERS:
@@ -102,25 +102,27 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return make_error_response(
-            state, request, _convert_http_error(request, error), allow=error.headers.get("Allow")
-        )
+        request_error = _convert_http_error(request, error)
+        return make_error_response(state, request, request_error, allow=error.headers.get("Allow"))
     except EngineDeadError as error:
         return make_error_response(state, request, make_not_running_error(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left; an answer keeps aiohttp from logging a traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        error_body = RequestError("internal error", code="internal_error", status=500)
-        return make_error_response(state, request, error_body)
+        internal_error = RequestError("internal error", code="internal_error", status=500)
+        return make_error_response(state, request, internal_error)
 
 
 def make_error_response(
     state: ServerState, request: web.Request, error: RequestError, allow: str | None = None
 ) -> web.Response:
-    """Count an error, and return its answer in the format of the requested API. `allow`: value of the Allow header."""
+    """Count an error in the metrics, and return its HTTP response, in the format of the API that the path belongs to.
+
+    `allow`: value of the Allow header.
+    """
     state.metrics.count_error(error.status)
-    headers = {}
+    headers: dict[str, str] = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
@@ -136,11 +138,11 @@ def make_error_response(
 
 
 def _convert_http_error(request: web.Request, error: web.HTTPException) -> RequestError:
-    """Return an error of aiohttp's as one with the fields of our error bodies."""
+    """Convert an HTTP error that aiohttp raised to a RequestError, which says in its message what was expected."""
     if error.status == 404:
         return make_unknown_path_error(request.path, routes.list_paths(request.app))
-    if error.status == 405 and request.method == "POST" and request.path.startswith("/v1/responses/"):
-        # An action of OpenAI's, such as /v1/responses/compact, which looks like the id of a stored response.
+    is_response_action = request.method == "POST" and request.path.startswith("/v1/responses/")
+    if error.status == 405 and is_response_action:  # such as OpenAI's /v1/responses/compact
         return make_unknown_path_error(request.path, [], reason="this action is not supported")
     if error.status == 405:
         allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
@@ -192,7 +194,7 @@ def compute_max_connections(setting: int | None) -> int:
 
 
 class LimitedProtocolFactory:
-    """Protocol factory of the server's socket: asyncio calls it for each new connection.
+    """Limits the server's connections. It is the protocol factory that asyncio calls for each new connection.
 
     Up to `max_connections` connections are served by aiohttp. Any further connection is answered 503 and closed.
     """
@@ -200,30 +202,29 @@ class LimitedProtocolFactory:
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
         self._max_connections = max_connections
-        self._is_full = False
+        self._has_warned = False
 
     def __call__(self) -> asyncio.BaseProtocol:
+        """Return the protocol that handles a new connection."""
         if len(self._server.connections) < self._max_connections:
-            self._is_full = False
+            self._has_warned = False
             return self._server()
-        if not self._is_full:  # one warning until there is room again
-            self._is_full = True
+        if not self._has_warned:  # one warning until there is room again
+            self._has_warned = True
             log.warning("%d connections are open: no more are taken (--max-connections)", self._max_connections)
         return RefusedConnection(self._max_connections)
 
 
 class RefusedConnection(asyncio.Protocol):
-    """Answers a connection beyond the limit with 503, and closes it."""
+    """Protocol of a connection beyond the server's limit: answers HTTP 503 at once, and closes the connection."""
 
-    def __init__(self, limit: int) -> None:
-        self._max_connections = limit
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports are of no class of asyncio's
-        error = make_unavailable_error(
-            f"{self._max_connections} connections are open, expected no more (--max-connections)"
-        )
-        body = msgspec.json.encode(error.body())
+        transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports do not inherit asyncio's classes
+        message = f"{self._max_connections} connections are open, expected no more (--max-connections)"
+        body = msgspec.json.encode(make_unavailable_error(message).body())
         transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: %d\r\n"
             b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (RETRY_AFTER_S, len(body), body)
@@ -243,16 +244,15 @@ class Server:
         self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
-        """Start the core, serve, and end both. Returns the exit status."""
+        """Bind the port, start the engine core, and serve until the end. Returns the process's exit status."""
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self._on_signal)
+        host, port = self._config.host, self._config.port
         try:
-            listener = bind(self._config.host, self._config.port)
+            listener = bind(host, port)
         except OSError as error:
-            return _report_failure(
-                f"cannot listen on {self._config.host}:{self._config.port} (--host, --port): {error.strerror or error}"
-            )
+            return _report_failure(f"cannot listen on {host}:{port} (--host, --port): {error.strerror or error}")
         client = await EngineClient.start(self._engine_config, self._on_death)
         try:
             return await self._serve(client, listener)
@@ -261,7 +261,7 @@ class Server:
             await client.close()
 
     async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
-        """Wait for the core, and serve until a signal comes or the core dies. Returns the exit status."""
+        """Wait until the model is loaded, and serve until a signal comes or the core dies. Returns the exit status."""
         ready_task = asyncio.ensure_future(client.wait_ready())
         startup_futures: list[asyncio.Future[Any]] = [ready_task, self._stop_reason]
         await asyncio.wait(startup_futures, return_when=asyncio.FIRST_COMPLETED)
@@ -272,6 +272,7 @@ class Server:
             state = await self._make_state(client, ready_task.result())
         except (EngineDeadError, TokenizerError) as error:
             return _report_failure(str(error))
+
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         server = await self._accept_connections(runner, listener)
@@ -281,15 +282,16 @@ class Server:
             print_startup(self._engine_config, self._config, state, listener)
         except OSError as error:  # such as a full disk
             log.warning("cannot print what was started: %s", error)
-        reason = await self._stop_reason
-        if reason is None:
+
+        failure = await self._stop_reason
+        if failure is None:
             await self._drain(state)
         else:
             await asyncio.sleep(DEATH_GRACE_S)
         server.close()
         await runner.cleanup()
         state.close()
-        return 0 if reason is None else _report_failure(reason)
+        return 0 if failure is None else _report_failure(failure)
 
     async def _accept_connections(self, runner: web.AppRunner, listener: socket.socket) -> asyncio.Server:
         assert runner.server is not None
@@ -353,7 +355,7 @@ def bind(host: str, port: int) -> socket.socket:
 def print_startup(
     engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket
 ) -> None:
-    """Print what was started. A script may wait for the last line."""
+    """Print what was started: the model, its formats, its cache and addresses. A script may wait for the last line."""
     info, limits = state.info, state.limits
     host, port = listener.getsockname()[:2]
     print(f"model     {', '.join(state.model_names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")

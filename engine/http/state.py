@@ -42,30 +42,38 @@ class ServerState:
         *,
         fleet_key: bytes | None = None,
     ) -> None:
-        """`folder`: folder of the tokenizer. `fleet_key`: key for block transfers between engines; None: off."""
+        """Collect what the HTTP handlers share, for a model that the engine core (`client`) has loaded.
+
+        `folder`: folder of the tokenizer. `fleet_key`: key for block transfers between engines; None: off.
+        """
         self.config = config
         self.client = client
+        self.api_keys = ApiKeys(config.api_keys, config.admin_api_key)
+        self._fleet_key = fleet_key
+
+        # The model, and what reads and writes its text.
         self.info = info
-        self.detokenizer_factory = DetokenizerFactory(tokenizer.hf_tokenizer)
         self.model_names = config.served_model_names or (info.model_name,)
         self.limits = _make_limits(config, info, tokenizer, has_transfers=fleet_key is not None)
-        self.response_store = ResponseStore()
         self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
+        self.detokenizer_factory = DetokenizerFactory(tokenizer.hf_tokenizer)
+
+        self.response_store = ResponseStore()
         self.metrics = ServerMetrics()
         self.start_time_s = int(time.time())
-        self.is_draining = False
-        self.is_asleep = False
-        """Whether no request is admitted because the engine sleeps, or is about to, or gets other weights."""
-        self.weights_change_lock = asyncio.Lock()
+
+        # Requests in progress, and whether new ones are admitted.
         self.active_request_count = 0
         """Generating requests that are being answered."""
         self._reading_request_count = 0
         """Number of bodies that are being parsed. Each counts as one waiting sequence, until its number is known."""
-        self.api_keys = ApiKeys(config.api_keys, config.admin_api_key)
-        self._fleet_key = fleet_key
         self._request_numbers = itertools.count()
         self._idle_event = asyncio.Event()
         self._idle_event.set()
+        self.is_draining = False
+        self.is_asleep = False
+        """Whether no request is admitted because the engine sleeps, or is about to, or gets other weights."""
+        self.weights_change_lock = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
         """Raise RequestError 404 for a model that is not served. None is the served model."""
@@ -148,20 +156,21 @@ class ServerState:
     async def read_body(self, request: web.Request) -> bytes:
         """Return the request's body. Raises RequestError if it cannot be read.
 
-        The status is 408 after `body_timeout_s`, 400 if the client disconnects, and 415 for a compressed body, which is
-        refused because a few bytes may decompress to gigabytes.
+        The status is 408 if the body is late, 400 if the client disconnects, and 415 for a compressed body, because a
+        few compressed bytes may become gigabytes.
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() not in ("", "identity"):
             raise RequestError(f"Content-Encoding: got {format_value(encoding)}, expected none", status=415)
-        if not request.can_read_body or request.content.is_eof():
+        has_arrived = not request.can_read_body or request.content.is_eof()
+        if has_arrived:
             return await request.read()
+        timeout_s = self.config.body_timeout_s
         try:
-            return await asyncio.wait_for(request.read(), self.config.body_timeout_s)
+            return await asyncio.wait_for(request.read(), timeout_s)
         except asyncio.TimeoutError:
-            raise RequestError(
-                f"the body did not arrive within {self.config.body_timeout_s:.0f} s", code="request_timeout", status=408
-            ) from None
+            message = f"the body did not arrive within {timeout_s:.0f} s"
+            raise RequestError(message, code="request_timeout", status=408) from None
         except ConnectionError:
             raise RequestError("the client left before its request was complete") from None
 
@@ -170,7 +179,7 @@ class ServerState:
 
 
 def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, has_transfers: bool) -> ModelLimits:
-    """Return the properties of the loaded model by which bodies are checked."""
+    """Return the properties of the loaded model by which request bodies are validated, such as its context length."""
     call_format, reasoning_format = resolve_formats(
         config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template
     )

@@ -54,17 +54,18 @@ async def is_sleeping(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """Reload the weights, from `kwargs.weights_path` or from the last folder.
+    """Reload the model's weights, from the folder `kwargs.weights_path` or from the last folder.
 
-    The path, the body and the answer, a list with the result of each worker process, are those of vLLM. There
-    `method` calls any method; here it must be `reload_weights`, which returns nothing.
+    The route is vLLM's, which calls any method of its workers and returns a list of their results. Here `method` must
+    be `reload_weights`, which returns nothing.
     """
     state = request.app[STATE]
     body: RpcBody = decode_json(_rpc_decoder, await state.read_body(request))
-    path = body.kwargs.get("weights_path")
     if body.method != "reload_weights" or body.args:
         raise bad_value("method", body.method, "reload_weights, without args")
-    if set(body.kwargs) - {"weights_path"} or not (path is None or isinstance(path, str)):
+    path = body.kwargs.get("weights_path")
+    has_other_arguments = bool(set(body.kwargs) - {"weights_path"})
+    if has_other_arguments or not (path is None or isinstance(path, str)):
         raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
     if path is not None:
         path = resolve_weights_folder(path, (*state.config.weights_folders, state.info.model_path))
@@ -87,19 +88,19 @@ def resolve_weights_folder(path: str, roots: Sequence[str]) -> str:
 async def _change_weights(
     state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
 ) -> None:
-    """Wait until running requests have ended, and then change the weights. No request is admitted meanwhile.
+    """Let running requests end, and then put the engine to sleep, wake it up, or reload its weights.
 
-    `asleep_after`: whether the engine sleeps after the change. A failed change leaves it as it was: asleep or awake.
-    Callers wait for it by `finish_uncancelled`, so that it finishes even if the client leaves.
+    `asleep_after`: whether the engine sleeps after the change; a failed change leaves it as it was. Callers must not
+    cancel this when their client leaves (`finish_uncancelled`). Raises RequestError 409 if the change fails.
     """
     async with state.weights_change_lock:
-        final_is_asleep = state.is_asleep
-        state.is_asleep = True  # so that no request is admitted meanwhile
+        is_asleep_at_end = state.is_asleep
+        state.is_asleep = True  # no request is admitted while this waits
         try:
             await state.wait_until_idle()
             await state.client.change_weights(action, **options)
-            final_is_asleep = asleep_after
+            is_asleep_at_end = asleep_after
         except ValueError as error:
             raise RequestError(str(error), code="conflict", status=409) from None
         finally:
-            state.is_asleep = final_is_asleep
+            state.is_asleep = is_asleep_at_end

@@ -122,8 +122,12 @@ class ChatFormatter(OpenAIFormatter):
         return role_chunk + self._format_chunk(choice, self._make_chunk_choice(choice, delta))
 
     def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> ChatChunkChoice:
-        """Return a delta in the form of a chunk. The content is left out if it is empty and another field is not."""
-        has_other_fields = delta.reasoning or delta.tool_calls or (self._is_parsed and delta.finish_reason is not None)
+        """Convert new text, reasoning and tool calls to the `choices` entry of a chat completion chunk.
+
+        An empty content is sent only if the delta has nothing else.
+        """
+        is_parsed_end = self._is_parsed and delta.finish_reason is not None
+        has_other_fields = delta.reasoning or delta.tool_calls or is_parsed_end
         return ChatChunkChoice(
             index=choice.index,
             delta=Delta(

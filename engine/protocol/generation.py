@@ -40,7 +40,10 @@ class Usage(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Generation:
-    """One HTTP request that is being answered. A request of p prompts and n samples each gets p * n choices."""
+    """State of one HTTP request while it is answered: its prompts, its answers, and the engine's requests for them.
+
+    A request may have several prompts, and ask for `n` answers (samples) to each.
+    """
 
     id: str
     """The answer's id, which the client sees."""
@@ -49,14 +52,14 @@ class Generation:
     prompts: list[list[int]]
     """Token ids of each prompt."""
     n: int
-    """Number of samples that continue each prompt."""
+    """Number of answers to each prompt."""
     choices: list[Choice]
-    """The answers: `choices[i * n + j]` is the j-th that continues `prompts[i]`."""
+    """The answers: `choices[i * n + j]` is the j-th answer to `prompts[i]`."""
     requests: list[Request]
-    """Requests that the engine gets: one for each choice, in the same order."""
+    """Requests to the engine core: one for each choice, in the same order."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_prompt_only: bool = False
-    """Whether the client wants no new token, but its prompt cached or back; the one generated token is dropped."""
+    """Whether the prompt is only to be cached or echoed. The one token that is generated nevertheless is dropped."""
 
     @property
     def parser_config(self) -> OutputParserConfig:
@@ -71,22 +74,23 @@ class Generation:
         return self.prompts[choice.index // self.n]
 
     def compute_usage(self, choice: Choice | None = None) -> Usage:
-        """Return the usage so far, of all choices or of one alone.
+        """Return the token counts so far, for the `usage` field of a response: of all choices, or of one alone.
 
-        A prompt counts once, however many samples continue it. Reasoning is counted if it is parsed.
+        A prompt counts once, however many answers it has. Reasoning is counted if the model's format is known.
         """
         choices = self.choices if choice is None else [choice]
-        prompt_tokens = sum(len(self.get_choice_prompt(first_sample)) for first_sample in choices[:: self.n])
-        completion_tokens = sum(choice.completion_tokens for choice in choices)
-        details: CompletionTokensDetails | UnsetType = UNSET
+        first_answers = choices[:: self.n]  # the first answer to each prompt
+        prompt_tokens = sum(len(self.get_choice_prompt(answer)) for answer in first_answers)
+        completion_tokens = sum(answer.completion_tokens for answer in choices)
+        completion_details: CompletionTokensDetails | UnsetType = UNSET
         if self.parser_config.reasoning_format:
-            details = CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices))
+            completion_details = CompletionTokensDetails(sum(answer.reasoning_tokens for answer in choices))
         return Usage(
-            prompt_tokens,
-            prompt_tokens + completion_tokens,
-            completion_tokens,
-            PromptTokensDetails(sum(first_sample.cached_tokens for first_sample in choices[:: self.n])),
-            details,
+            prompt_tokens=prompt_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            completion_tokens=completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(answer.cached_tokens for answer in first_answers)),
+            completion_tokens_details=completion_details,
         )
 
 
@@ -100,13 +104,13 @@ def make_generation(
     factory: DetokenizerFactory,
     kv_source: KVSource | None = None,
 ) -> Generation:
-    """Make the engine's requests and the choices of one HTTP request. Raises RequestError.
+    """Create the state of an HTTP request: the engine's requests, and a choice for each answer. Raises RequestError.
 
-    `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique.
-    `kv_source`: peer from which the engine may take cached blocks of the prompts.
+    `id`: id that the client sees. `request_prefix`: prefix that makes the engine's request ids unique. `kv_source`:
+    engine from which cached blocks of the prompts may be fetched.
     """
     body, prompts = parsed_request.body, parsed_request.prompts
-    # Tokens of an answer that another engine began and a router moved here. The only prompt ends with them.
+    # If a router moved a request here, its prompt ends with the tokens that another engine has already generated.
     answered_tokens = read_answered_tokens(body, prompts)
     requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, kv_source)
     choices = [
@@ -144,14 +148,18 @@ def _make_requests(
     limits: ModelLimits,
     kv_source: KVSource | None,
 ) -> list[Request]:
-    """Return the engine's requests for all samples of all prompts. Raises RequestError."""
+    """Return the engine's requests for all answers to all prompts of an HTTP request. Raises RequestError.
+
+    `answered_tokens`: number of tokens at the end of the prompt that another engine has generated.
+    """
     body = parsed_request.body
     requests: list[Request] = []
     for prompt in parsed_request.prompts:
+        prompt_len = len(prompt) - answered_tokens
         request = Request(
             request_id=id_prefix,
             token_ids=prompt,
-            params=make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint),
+            params=make_sampling_params(body, limits, prompt_len, parsed_request.constraint),
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
             resumed_output_len=answered_tokens,

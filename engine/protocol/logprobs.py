@@ -35,20 +35,20 @@ class CompletionLogprobs(Struct, frozen=True):
 
 @dataclass(slots=True)
 class PendingLogprobs:
-    """Logprobs of a completion that no chunk has sent yet."""
+    """Buffer of a completion's logprobs until the next chunk is sent. The lists have one entry for each token."""
 
     text_offset: list[int] = field(default_factory=list)
+    """Character offset of each token in the text."""
     token_logprobs: list[float | None] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     top_logprobs: list[bytes] = field(default_factory=list)
-    """JSON of each position's top logprobs."""
+    """JSON of the likeliest tokens and their logprobs."""
     next_offset: int = 0
 
     def flush(self) -> CompletionLogprobs:
-        """Return the pending logprobs and forget them."""
-        logprobs = CompletionLogprobs(
-            self.text_offset, self.token_logprobs, self.tokens, join_json_list(self.top_logprobs)
-        )
+        """Return the buffered logprobs, and empty the buffer."""
+        top_logprobs = join_json_list(self.top_logprobs)
+        logprobs = CompletionLogprobs(self.text_offset, self.token_logprobs, self.tokens, top_logprobs)
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
         return logprobs
 

@@ -34,7 +34,7 @@ def format_event(type: str, **fields: Any) -> bytes:
 
 
 class MessagesFormatter:
-    """Formats the answer of `/v1/messages`, whole or as events. It has one choice."""
+    """Formats a generated answer as Anthropic's Messages API returns it: whole as JSON, or as server-sent events."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -43,7 +43,7 @@ class MessagesFormatter:
         self._has_begun = False
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """Return the events of a delta."""
+        """Return the events for newly generated text, reasoning and tool calls."""
         events = b""
         if not self._has_begun:
             self._has_begun = True
@@ -51,26 +51,25 @@ class MessagesFormatter:
         return events + b"".join(map(_format_block_event, self._blocks.push(delta)))
 
     def format_end(self) -> bytes:
-        """Return the bytes that follow the last piece."""
-        events = b"".join(map(_format_block_event, self._blocks.finish()))
+        """Return the last events of a stream: the end of the open block, the stop reason and the usage."""
+        block_events = b"".join(map(_format_block_event, self._blocks.finish()))
         reason, sequence = get_stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return (
-            events + format_event("message_delta", delta=delta, usage=self._make_usage()) + format_event("message_stop")
-        )
+        message_delta = format_event("message_delta", delta=delta, usage=self._make_usage())
+        return block_events + message_delta + format_event("message_stop")
 
     def format_error(self, error: RequestError) -> bytes:
-        """Return the bytes that end a stream that was cut off."""
+        """Return the event that ends a stream with an error."""
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def format_response(self) -> bytes:
-        """Return the whole answer; it has no blocks if only its prompt is cached."""
+        """Return the whole answer. It is empty if the client wanted the prompt cached and nothing generated."""
         if not self._generation.is_prompt_only:
             self._blocks.add_whole_choice(self._choice)
         return _encoder.encode(self._make_message())
 
     def _make_message(self) -> JsonObject:
-        """Return the message with the blocks and the usage so far."""
+        """Return Anthropic's message object, with the content and the usage so far."""
         reason, sequence = get_stop_reason(self._choice)
         return {
             "id": self._generation.id,

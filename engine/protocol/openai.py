@@ -52,27 +52,30 @@ class OpenAIFormatter:
         factory: DetokenizerFactory,
         has_logprobs: bool,
     ) -> None:
-        """Begin before the first token of an answer.
+        """Create the formatter of one HTTP request, before its answers begin.
 
-        `generation`: the answer's choices, which grow meanwhile. `body`: the request. Its fields say what the
-        answer shows beside its text: token ids, usage, tokens as ids. `factory`: gives tokens their texts.
-        `has_logprobs`: whether the request asks for logprobs of the generated tokens.
+        `generation`: the answers (choices), which grow meanwhile. `body`: the request, whose fields say what is shown
+        beside the text. `factory`: has the texts of tokens. `has_logprobs`: whether the request asks for logprobs of
+        generated tokens.
         """
         self._generation = generation
         self._common_fields = generation.make_common_fields()
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
-        self._includes_ids = bool(body.return_token_ids)
+
+        # What a chunk of a stream shows.
         options = body.stream_options
+        self._includes_ids = bool(body.return_token_ids)
         self._includes_usage = options is not None and bool(options.include_usage)
-        """Whether the usage is sent after the last chunk of a stream."""
+        """Whether the usage is sent after the last chunk."""
         self._has_continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
         """Whether each chunk has the usage so far."""
         self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
-        """Whether chunks have text alone, so that none is sent while all text is held back."""
+        """Whether chunks have nothing but text, so that a chunk without text is not sent."""
+
         self._begun_choices: set[int] = set()
         """Indices of the choices of which a chunk was sent."""
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
-        """`prompt_logprobs` of each choice that shows any."""
+        """`prompt_logprobs` by index of the choice that shows them."""
 
     def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
         """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.

@@ -21,32 +21,36 @@ _SHARED_FIELDS = set(SamplingParams.__struct_fields__) - {
     "structured_outputs",
 }  # fmt: skip
 """Fields that SamplingParams takes from a body as they are. The other ones are converted or computed."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions."""
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the loaded model that decide which parameters can be served."""
+    """Properties of the loaded model by which requests are validated and completed with defaults."""
 
     max_model_len: int
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
+    """Defaults of sampling parameters, from the model's generation_config.json."""
     call_format: str | None = None
-    """Format of tool calls, a name in `CALL_FORMATS`; None: calls are text."""
+    """Name of the format in which the model writes tool calls; None: calls are left in the text."""
     reasoning_format: str | None = None
-    """Format of reasoning, a name in `REASONING_FORMATS`; None: reasoning is text."""
+    """Name of the format in which the model writes reasoning; None: reasoning is left in the text."""
     constraint_refusal: str | None = None
-    """Reason why constrained answers are refused; None: they are served."""
+    """Reason why structured outputs are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
-    """Turns of a simulation's script; empty: answers are free."""
+    """Answers that a simulated engine gives, in turn; empty: its answers are random."""
     has_transfers: bool = False
-    """Whether the engine takes blocks from peers; else `kv_transfer_params` are not read."""
+    """Whether the engine fetches KV blocks from other engines. Otherwise `kv_transfer_params` are ignored."""
 
 
 def make_sampling_params(
     request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Return the checked sampling parameters for a prompt of `prompt_len` tokens. Raises RequestError.
+    """Convert a request's fields to sampling parameters, for a prompt of `prompt_len` tokens, and check them.
 
     A field that the request leaves out has the model's default (generation_config.json), or that of SamplingParams.
+    Raises RequestError.
     """
     fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _SHARED_FIELDS}
     for name in _SHARED_FIELDS:
@@ -73,31 +77,33 @@ def is_echo_only_request(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def read_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
-    """Return how many of the prompt's last tokens are the beginning of its answer; 0 for a usual request.
+    """Return the number of tokens at the end of the prompt that another engine has already generated as its answer.
 
-    A router sends them to go on with an answer that another worker began. Raises RequestError if the request has more
-    than one prompt or answer, if no prompt is left before them, or if max_tokens allows no token after them.
+    A router sends such a request to continue an answer of an engine that failed; the number of any other request is 0.
+    Raises RequestError if there are several prompts or answers, if no prompt is left before these tokens, or if
+    max_tokens allows no token after them.
     """
     answered_tokens = request.answered_tokens or 0
     if not answered_tokens:
         return 0
-    if len(prompts) > 1 or (request.n or 1) > 1 or request.echo:
+    has_one_answer = len(prompts) == 1 and (request.n or 1) == 1
+    if not has_one_answer or request.echo:
         raise bad_value("answered_tokens", answered_tokens, "one prompt of which one answer is to be continued")
     max_tokens = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
-    limit = min(len(prompts[0]), max_tokens or len(prompts[0])) - 1
+    prompt_len = len(prompts[0])
+    limit = min(prompt_len, max_tokens or prompt_len) - 1
     if answered_tokens > limit:
-        raise bad_value(
-            "answered_tokens", answered_tokens, f"at most {limit}: fewer than the prompt's, and than max_tokens"
-        )
+        expected = f"at most {limit}: fewer than the prompt's, and than max_tokens"
+        raise bad_value("answered_tokens", answered_tokens, expected)
     return answered_tokens
 
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """Return the parameters after checking types, ranges and the vocabulary. Raises RequestError.
+    """Check the types and ranges of sampling parameters, and that token ids are in the vocabulary. Raises RequestError.
 
-    Parameters that a program made may have lists instead of tuples, or one stop string.
+    Returns the parameters in their canonical form: a caller may have given lists instead of tuples, or one stop string.
     """
     stop: object = params.stop
     fields = msgspec.structs.asdict(params)
@@ -112,7 +118,9 @@ def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
         raise bad_value("n", params.n, "1 where temperature is 0: greedy samples would all be the same")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise bad_value("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
-    return params if params.top_k >= 0 else msgspec.structs.replace(params, top_k=0)
+    if params.top_k < 0:  # no limit, as 0
+        return msgspec.structs.replace(params, top_k=0)
+    return params
 
 
 def _make_field_error(message: str, fields: Mapping[str, Any]) -> RequestError:
@@ -150,21 +158,30 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
 
 
 def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
-    """Return how many tokens may be generated: as many as the request or the model's defaults say, and as fit."""
-    room = limits.max_model_len - prompt_len
+    """Return how many tokens may be generated: the request's limit or the default, but no more than the context has.
+
+    Raises RequestError for a limit below 1.
+    """
+    if is_echo_only_request(request):
+        return 1  # the step that reads the prompt samples a token, which is dropped
     name, max_tokens = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         name, max_tokens = "max_completion_tokens", request.max_completion_tokens
-    if is_echo_only_request(request):
-        return 1  # the step that reads the prompt samples a token, which is dropped
-    if max_tokens is None:
-        default = limits.default_sampling.get("max_tokens")
-        if default is None and isinstance(request, CompletionRequest) and not request.answered_tokens:
-            default = 16
-        return room if default is None else max(1, min(int(default), room))
-    if max_tokens < 1:
+    if max_tokens is not None and max_tokens < 1:
         raise bad_value(name, max_tokens, "at least 1")
-    return min(max_tokens, room)  # as vLLM: a client may allow more tokens than fit
+    remaining_context = limits.max_model_len - prompt_len
+    if max_tokens is None:
+        max_tokens = _get_default_max_tokens(request, limits)
+    return remaining_context if max_tokens is None else min(max_tokens, remaining_context)
+
+
+def _get_default_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits) -> int | None:
+    """Return the limit for a request without one: the model's, OpenAI's for a completion, or None for no limit."""
+    default = limits.default_sampling.get("max_tokens")
+    if default is not None:
+        return max(1, int(default))
+    is_new_completion = isinstance(request, CompletionRequest) and not request.answered_tokens
+    return DEFAULT_COMPLETION_TOKENS if is_new_completion else None
 
 
 def _get_logprobs(request: ChatRequest | CompletionRequest) -> int | None:

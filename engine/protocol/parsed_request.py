@@ -82,23 +82,24 @@ class ResponseContext(msgspec.Struct, frozen=True):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A checked body and its prompts."""
+    """A validated HTTP request: its fields, its tokenized prompts, and how its answer is constrained and parsed."""
 
     body: ChatRequest | CompletionRequest
-    """The body without its prompts, and without fields that only a chat template reads."""
+    """Request body, without prompts and other large fields that are not needed any more."""
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     prompt_texts: list[str] = []
-    """Text of each prompt if the answer echoes it; else empty strings. Empty for chats."""
+    """Text of each prompt if a completion echoes its prompts; otherwise empty strings. No strings for a chat."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
-    """How the generated text is parsed."""
+    """How reasoning and tool calls are found in the generated text."""
     constraint: Constraint | None = None
-    """Constraint on the answers, not compiled yet."""
+    """Grammar that the answer must follow, not compiled yet; None: any answer is allowed."""
     response_context: ResponseContext | None = None
-    """State of a Responses request; None for other APIs."""
+    """What the answer of a `/v1/responses` request needs; None for other APIs."""
     is_prompt_only: bool = False
     """Whether the prompt is to be cached and not answered."""
     kv_source: RemoteKVSource | None = None
-    """Peer that the body names as the source of cached blocks; its signature is not checked yet."""
+    """Engine from which cached blocks may be fetched. The source's signature is not checked yet."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
@@ -145,15 +146,15 @@ def read_response(
     limits: ModelLimits,
     items: Mapping[str, bytes] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """Parse a body of `/v1/responses`, which is converted to a chat. Raises RequestError.
+    """Parse a body of `/v1/responses` by converting it to a chat. Raises RequestError.
 
-    `previous_messages`: JSON list of the messages of the stored response that the body continues; None: it continues
-    none. `items`: item id -> JSON of the stored item, for every item that the body refers to.
+    `previous_messages`: messages of the stored response that the body continues, as a JSON list, or None. `items`: JSON
+    of the stored items that the body refers to, by item id.
     """
     request = parse_responses_request(data)
     _check_response_supported(request)
     earlier_messages = None if previous_messages is None else msgspec.json.decode(previous_messages)
-    items_by_id = {name: msgspec.json.decode(item) for name, item in items.items()}
+    items_by_id = {item_id: msgspec.json.decode(item) for item_id, item in items.items()}
     body = ChatRequest(**convert_response_to_chat(request, earlier_messages, items_by_id))
     context = _make_response_context(request, body)
     try:
@@ -161,11 +162,11 @@ def read_response(
     except RequestError as error:
         if error.param is None:
             raise
-        param = _get_responses_field(error.param)
+        param = _get_responses_field(error.param)  # the client knows its own field, not the chat's
         message = error.message.replace(error.param, param, 1)
         raise RequestError(message, param=param, code=error.code, status=error.status) from None
     constraint = parsed_request.constraint
-    if constraint is not None:  # its grammar is compiled later, and an error names the field then
+    if constraint is not None:
         constraint = msgspec.structs.replace(constraint, param=_get_responses_field(constraint.param))
     return msgspec.structs.replace(parsed_request, response_context=context, constraint=constraint)
 
@@ -240,18 +241,18 @@ def _read_chat_body(
     path: str = "/v1/chat/completions",
     tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """Render a chat as the tokens of its prompt, and find out how its answer is constrained and parsed.
+    """Tokenize the prompt of a chat, and decide how its answer is constrained and parsed. Raises RequestError.
 
-    `path`: path of the requested API, for errors. `tools`: custom tools by the name that the model sees. Raises
-    RequestError.
+    `path`: path of the requested API, for errors. `tools`: custom tools, whose input is free text, by name.
     """
     check_supported(body)
     token_ids, prompt_text = _encode_prompt(body, tokenizer)
     prompt_field = "input" if path == "/v1/responses" else "messages"
     prompt = _truncate_prompt(prompt_field, token_ids, body, limits, path)
     parser_config = make_parser_config(body, prompt_text, limits)
-    grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
-    constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
+    reasoning_ids = reasoning_token_ids(parser_config, tokenizer)
+    grammar_tools = {name: tool for name, tool in tools.items() if tool.syntax is not None}
+    constraint = build_constraint(body, tokenizer, limits, reasoning_ids, grammar_tools)
     return ParsedRequest(
         body=_strip_large_fields(body, messages=[_keep_answered_fields(body)]),
         prompts=[prompt],
@@ -287,19 +288,18 @@ def build_constraint(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     reasoning_ids: tuple[int | None, int | None] = (None, None),
-    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
+    grammar_tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> Constraint | None:
-    """Return the constraint on the answer to a body; None if any answer is allowed. Raises RequestError.
+    """Return the grammar that the answer to a request must follow; None if any answer is allowed. Raises RequestError.
 
-    `reasoning_ids`: ids of the tokens that open and end reasoning, between which an answer is not constrained.
-    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input.
+    It comes from a requested format, such as a JSON schema, from tools, or from a simulation's script. `reasoning_ids`:
+    tokens that open and end reasoning, which is not constrained. `grammar_tools`: custom tools with a grammar, by name.
     """
-    requested = parse_requested_constraint(body, limits.call_format, grammars)
+    requested = parse_requested_constraint(body, limits.call_format, grammar_tools)
     allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
     if limits.script and isinstance(body, ChatRequest) and allows_plain_text:
-        # A simulated engine answers with the next turn of its script, which may be a call. A format that the client
-        # asks for, such as a JSON schema or a required call, has precedence over the script.
-        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
+        # A simulated engine answers with the next turn of its script.
+        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammar_tools)
     if requested is None:
         return None
     if limits.constraint_refusal is not None:
@@ -309,9 +309,9 @@ def build_constraint(
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """Return (tokens of the prompt, text of the prompt or at least of its end).
+    """Return the token ids of a chat's prompt, and the text of at least its end.
 
-    The text's end shows whether the template has opened reasoning, in which the answer then begins.
+    The text shows whether the chat template has opened the reasoning. Raises RequestError.
     """
     token_ids = body.prompt_token_ids
     if token_ids is None:
@@ -319,14 +319,14 @@ def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], 
             raise bad_value("answered_tokens", body.answered_tokens, "none, or prompt_token_ids")
         text = tokenizer.render_chat_text(body)
         return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
-    end_index = len(token_ids) - (body.answered_tokens or 0)
-    return token_ids, tokenizer.decode(
-        token_ids[max(end_index - _PROMPT_END_TOKENS, 0) : max(end_index, 0)], skip_special_tokens=False
-    )
+    # A router has tokenized the prompt, and may have appended tokens that another engine has generated.
+    end = max(len(token_ids) - (body.answered_tokens or 0), 0)
+    last_ids = token_ids[max(end - _PROMPT_END_TOKENS, 0) : end]
+    return token_ids, tokenizer.decode(last_ids, skip_special_tokens=False)
 
 
 def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
-    """Return how the answer to a chat is parsed. `prompt`: text of the prompt, or at least of its end."""
+    """Return how reasoning and tool calls are found in the answer to a chat. `prompt`: text of at least its end."""
     reasoning_state: ReasoningState = "after"
     if limits.reasoning_format is not None:
         reasoning_format = REASONING_FORMATS[limits.reasoning_format]
@@ -354,29 +354,29 @@ def _get_continued_text(body: ChatRequest) -> str | None:
 
 
 def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
-    """Parse a body of `/v1/completions`. Raises RequestError."""
+    """Parse a body of `/v1/completions`, which has one prompt or several, as text or token ids. Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
     has_several_prompts = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-    given_prompts = body.prompt if has_several_prompts else [body.prompt]
+    body_prompts = body.prompt if has_several_prompts else [body.prompt]
     sample_count = body.n or 1
-    if len(given_prompts) * sample_count > MAX_CHOICES:
-        choices_text = f"{len(given_prompts)} prompts x {sample_count} samples"
+    if len(body_prompts) * sample_count > MAX_CHOICES:
+        choices_text = f"{len(body_prompts)} prompts x {sample_count} samples"
         raise field_error("n", f"{choices_text}, expected at most {MAX_CHOICES} together")
-    prompts = [
-        _truncate_prompt("prompt" if len(given_prompts) == 1 else f"prompt[{number}]", ids, body, limits)
-        for number, ids in enumerate(tokenizer.encode_completion(body))
-    ]
-    texts = [""] * len(prompts)
+    prompts: list[list[int]] = []
+    for index, token_ids in enumerate(tokenizer.encode_completion(body)):
+        field = "prompt" if len(body_prompts) == 1 else f"prompt[{index}]"
+        prompts.append(_truncate_prompt(field, token_ids, body, limits))
+    prompt_texts = [""] * len(prompts)
     if body.echo:
-        texts = [
-            given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=False)
-            for given, ids in zip(given_prompts, prompts)
+        prompt_texts = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special_tokens=False)
+            for prompt, token_ids in zip(body_prompts, prompts)
         ]
     return ParsedRequest(
         body=_strip_large_fields(body, prompt=""),
         prompts=prompts,
-        prompt_texts=texts,
+        prompt_texts=prompt_texts,
         constraint=build_constraint(body, tokenizer, limits),
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
     )
@@ -385,17 +385,16 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
 def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
-    """Return the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps as many as fit, None all.
+    """Return the last tokens of a prompt, as many as the request's `truncate_prompt_tokens` says, or all by default.
 
-    `param`, `path`: the prompt's field and the path of the API, for errors. Raises RequestError, also if the prompt is
-    too long.
+    -1 keeps as many as the model takes. `param`, `path`: the prompt's field and the path of the API, for errors. Raises
+    RequestError, also if the prompt is too long.
     """
     kept_tokens = body.truncate_prompt_tokens
     if kept_tokens is not None:
         if kept_tokens == 0 or kept_tokens > limits.max_model_len:
-            raise bad_value(
-                "truncate_prompt_tokens", kept_tokens, f"-1, or 1 to max_model_len ({limits.max_model_len})"
-            )
+            expected = f"-1, or 1 to max_model_len ({limits.max_model_len})"
+            raise bad_value("truncate_prompt_tokens", kept_tokens, expected)
         if kept_tokens == -1:
             kept_tokens = limits.max_model_len - 1  # leaves room for one token of the answer
         prompt = prompt[-kept_tokens:]

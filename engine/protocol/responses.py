@@ -43,22 +43,28 @@ class ResponsesFormatter:
     def __init__(
         self, generation: Generation, context: ResponseContext, logprobs: LogprobFormatter | None = None
     ) -> None:
-        """`logprobs`: formats the logprobs of the answer's text; None: the answer has none."""
+        """Create the formatter of one answer of `/v1/responses`, before the answer begins.
+
+        `context`: fields of the request that the answer needs. `logprobs`: formats logprobs of the answer's text, or
+        None if the request asks for none.
+        """
         self._generation = generation
         self._choice = generation.choices[0]
         self.context = context
         self._blocks = ContentBlocks({name for name, tool in context.tools.items() if tool.is_custom})
         self._is_finished = False
-        """Whether the answer has ended. A block that ends then may be incomplete, because a length limit cut it."""
+        """Whether the answer has ended. Its last block may be incomplete, because a length limit cut it."""
         self._sequence_number = -1
         """Number of the last event."""
+
+        # Logprobs, as JSON, on their way from a token to a block of text.
         self._logprobs = logprobs
         self._pending_logprobs: list[bytes] = []
-        """Logprobs of tokens that have become no text, reasoning or call yet."""
+        """Logprobs of tokens whose text is held back."""
         self._text_logprobs: list[bytes] = []
         """Logprobs of text that is in no block yet."""
         self._logprobs_by_block: defaultdict[int, list[bytes]] = defaultdict(list)
-        """Index of a block of text -> its logprobs."""
+        """Logprobs of each block of text, by the block's index."""
 
     def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
         """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.
@@ -180,11 +186,10 @@ class ResponsesFormatter:
         return response
 
     def _make_response(self, status: str, error: RequestError | None = None) -> JsonObject:
-        """Return the response object, in progress or finished.
+        """Return OpenAI's response object, with the output so far.
 
         `status`: "in_progress", "completed", "incomplete" if a length limit ended the answer, or "failed", with its
-        `error`. An answer that is incomplete or failed may have ended within its last block, which is then marked
-        incomplete.
+        `error`. The last output item of an incomplete or failed answer is marked incomplete, too.
         """
         generation, context = self._generation, self.context
         items = [self._make_item(block, "completed") for block in self._blocks.blocks]
@@ -208,7 +213,7 @@ class ResponsesFormatter:
         }
 
     def _make_item(self, block: ContentBlock, status: str) -> JsonObject:
-        """Return the output item of a content block. An item in progress has no text."""
+        """Convert a content block to an output item of OpenAI's Responses API. An item in progress has no text yet."""
         text = "" if status == "in_progress" else block.text
         fields = {"id": self._make_item_id(block), "status": status}
         if block.kind == "reasoning":

@@ -51,23 +51,22 @@ class ArgumentWriter:
         self._options = options
 
     def write_xml(self) -> str:
-        """Return an expression of the arguments of a call as Qwen3-Coder writes them, by their schema.
+        """Return a grammar expression for the arguments of a tool call, as Qwen3-Coder writes them.
 
         Each argument is a line `<parameter=NAME>`, its value and a line `</parameter>`. Strings have no quotation
         marks, other values are JSON.
         """
         properties = self._list_writable_properties(lambda name: _XML_NAME.fullmatch(name) is not None)
         if properties is None:  # any parameters
-            name = self._rules.add_terminal('/[^>\\n]+/ ">\\n"')
+            name_end = self._rules.add_terminal('/[^>\\n]+/ ">\\n"')
             value = self._rules.add_rule(f"{ANY_TEXT} {quote(_XML_END)}", "[lazy]")
-            return f'("<parameter=" {name} {value})*'
-        parts = []
-        for argument in properties:
-            begin = f"<parameter={argument.name}>\n"
-            value = self._write_xml_value(argument.schema)
-            parameter = self._rules.add_rule(f"{quote(begin)} {value}")
-            parts.append(parameter if argument.is_required else f"{parameter}?")
-        return " ".join(parts) or '""'
+            return f'("<parameter=" {name_end} {value})*'
+        expressions = []
+        for property in properties:
+            begin = quote(f"<parameter={property.name}>\n")
+            parameter = self._rules.add_rule(f"{begin} {self._write_xml_value(property.schema)}")
+            expressions.append(parameter if property.is_required else f"{parameter}?")
+        return " ".join(expressions) or '""'
 
     def _write_xml_value(self, schema: Json) -> str:
         """Return an expression of a parameter's value and its end marker.
@@ -84,8 +83,9 @@ class ArgumentWriter:
         return f"{self._rules.add_rule(json_directive(schema, self._options))} {quote(_XML_END)}"
 
     def _write_plain_text(self, schema: Json, depth: int) -> str:
-        """Return a terminal of the texts that a schema of strings allows, without quotation marks.
+        """Return a grammar terminal for the texts that a schema of strings allows, without quotation marks.
 
+        A text must satisfy all keywords: the length, `pattern`, `format` and the branches of `anyOf` and the like.
         `depth`: number of schemas around this one.
         """
         schema = resolve(schema, self._root)
@@ -94,23 +94,23 @@ class ArgumentWriter:
         values = list_values(schema, self._root)
         if values is not None:
             return self._rules.add_terminal(" | ".join(quote(value) for value in values if isinstance(value, str)))
-        parts = []
+        terminals = []
         min_length, max_length = _get_length(schema.get("minLength")), _get_length(schema.get("maxLength"))
         if min_length is not None or max_length is not None:
-            parts.append(f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/")
+            terminals.append(f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/")
         if isinstance(schema.get("pattern"), str):
-            parts.append(_make_search_regex(schema["pattern"]))
+            terminals.append(_make_search_regex(schema["pattern"]))
         text_format = schema.get("format")
         if isinstance(text_format, str) and text_format in TEXT_FORMATS:
-            parts.append(slash_regex(TEXT_FORMATS[text_format]))
-        for name, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
-            branches = schema.get(name)
+            terminals.append(slash_regex(TEXT_FORMATS[text_format]))
+        for keyword, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
+            branches = schema.get(keyword)
             if isinstance(branches, list) and branches:
-                texts = [self._write_plain_text(branch, depth + 1) for branch in branches]
-                parts.append(self._rules.add_terminal(operator.join(texts)))
-        if not parts:
+                branch_terminals = [self._write_plain_text(branch, depth + 1) for branch in branches]
+                terminals.append(self._rules.add_terminal(operator.join(branch_terminals)))
+        if not terminals:
             return ANY_TEXT
-        return parts[0] if len(parts) == 1 else self._rules.add_terminal(" & ".join(parts))
+        return terminals[0] if len(terminals) == 1 else self._rules.add_terminal(" & ".join(terminals))
 
     def write_python(self) -> str:
         """Return an expression of the arguments of a Python call, such as `a=1, b="x"`. Nested values are JSON."""
@@ -127,27 +127,28 @@ class ArgumentWriter:
         return self._join_arguments(arguments, [property.is_required for property in properties])
 
     def _join_arguments(self, arguments: list[str], is_required: list[bool]) -> str:
-        """Return an expression of arguments in their order, of which those that are not required may be missing.
+        """Return a grammar expression for arguments with commas between them, where optional ones may be missing.
 
-        A comma stands between two arguments, so only the first one that is written has none before it. The expression
-        is a choice of that first argument: for `a` (optional), `b` (required) and `c` (optional) it is
-        `a ", " b (", " c)? | b (", " c)?`. It ends with the first required argument, which nothing can skip.
+        There is one alternative for each argument that may come first. For `a` (optional), `b` (required) and `c`
+        (optional), the expression is `a ", " b (", " c)? | b (", " c)?`: `c` cannot come first.
         """
         alternatives = []
-        tail = '""'  # rule of all arguments after the one at hand, each with its comma
+        tail = '""'  # the arguments after the current one, each with a comma before it
         for argument, must_come in zip(reversed(arguments), reversed(is_required)):
             alternatives.append(f"{argument} {tail}")
             with_comma = f'", " {argument}' if must_come else f'(", " {argument})?'
             tail = self._rules.add_rule(f"{with_comma} {tail}")
         alternatives.reverse()
         if True in is_required:
-            return " | ".join(alternatives[: is_required.index(True) + 1])
-        return " | ".join([*alternatives, '""'])
+            first_required = is_required.index(True)
+            return " | ".join(alternatives[: first_required + 1])
+        no_arguments = '""'
+        return " | ".join([*alternatives, no_arguments])
 
     def _write_python_value(self, schema: Json, depth: int) -> str:
-        """Return an expression of an argument's value: Python's constants, and JSON for all other values.
+        """Return a grammar expression for the value of an argument in a Python call, by its JSON schema.
 
-        `depth`: number of schemas around this one.
+        Constants are Python's (`True`, `None`), other values are JSON. `depth`: number of schemas around this one.
         """
         values = list_values(schema, self._root)
         if values is not None:
@@ -168,7 +169,8 @@ class ArgumentWriter:
         if isinstance(value_type, list) and value_type:
             branches = [{**resolved_schema, "type": branch_type} for branch_type in value_type]
         if isinstance(branches, list) and branches and depth < SCHEMA_DEPTH_MAX:
-            return f"({' | '.join(self._write_python_value(branch, depth + 1) for branch in branches)})"
+            alternatives = [self._write_python_value(branch, depth + 1) for branch in branches]
+            return f"({' | '.join(alternatives)})"
         return self._rules.add_rule(json_directive({**get_definitions(self._root), **resolved_schema}, self._options))
 
     def _write_python_literal(self) -> str:
@@ -185,19 +187,20 @@ class ArgumentWriter:
         return name
 
     def _list_writable_properties(self, can_write: Callable[[str], bool]) -> list[Property] | None:
-        """Return the properties that arguments may have; None: any.
+        """Return the arguments that the schema names; None if a call may have any arguments.
 
-        `can_write`: returns whether the markup can hold a property's name. Raises RequestError for the schema of a
-        strict tool that only calls in JSON could follow.
+        `can_write`: returns whether the model's markup can hold a name. Raises RequestError if the tool is strict and
+        its schema cannot be followed by calls in this markup.
         """
         properties = list_properties(self._root)
         if properties is not None and all(can_write(property.name) for property in properties):
             return properties
         schema = self._root if isinstance(self._root, dict) else {}
         keywords = set(schema) - _ANNOTATIONS - {"type", "additionalProperties"}
-        if properties is None and not keywords:
+        restricts_nothing = properties is None and not keywords
+        if restricts_nothing:
             return [] if schema.get("additionalProperties") is False else None
-        if self._options.get("lenient"):
+        if self._options.get("lenient"):  # the tool is not strict
             return None
         raise field_error(
             self._param,
@@ -231,23 +234,26 @@ def _make_search_regex(pattern: str) -> str:
 
 
 def _split_alternatives(pattern: str) -> list[list[str]]:
-    """Split a pattern at each "|" outside of parentheses, and each alternative into characters, escapes and classes.
+    """Split a regular expression at each "|" outside of parentheses, and each alternative into its parts.
 
-    "a|[b-d]$" gives [["a"], ["[b-d]", "$"]]. The escape `\\d` becomes [0-9], because in JavaScript it means that.
+    Parts are characters, escapes and classes: "a|[b-d]$" gives [["a"], ["[b-d]", "$"]]. `\\d` becomes [0-9], its
+    meaning in JavaScript, whose patterns JSON Schema uses.
     """
     alternatives: list[list[str]] = [[]]
-    depth = 0
+    open_parentheses = 0
     for part in _PATTERN_PARTS.findall(pattern):
         if part == "(":
-            depth += 1
+            open_parentheses += 1
         elif part == ")":
-            depth -= 1
-        if part == "|" and depth == 0:
+            open_parentheses -= 1
+        if part == "|" and open_parentheses == 0:
             alternatives.append([])
+            continue
+        if part == r"\d":
+            part = "[0-9]"
         elif part.startswith("["):
-            alternatives[-1].append(re.sub(r"\\.", lambda escape: "0-9" if escape[0] == r"\d" else escape[0], part))
-        else:
-            alternatives[-1].append("[0-9]" if part == r"\d" else part)
+            part = re.sub(r"\\.", lambda escape: "0-9" if escape[0] == r"\d" else escape[0], part)
+        alternatives[-1].append(part)
     return alternatives
 
 

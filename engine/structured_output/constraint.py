@@ -35,28 +35,31 @@ class RequestedConstraint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolMarkup:
-    """How a family of models writes tool calls."""
+    """Markup in which a family of models writes tool calls, for grammars that hold calls to a tool's JSON schema."""
 
     begin: str
     """Text of a call before its arguments, with NAME for the function's name."""
     end: str
     """Text of a call after its arguments."""
     trigger: str
-    """Text that begins calls, and never stands in other text."""
+    """Text that begins calls, and occurs in no other text."""
     style: Literal["json", "qwen_xml", "python"] = "json"
-    """How arguments are written. In JSON, the function's name is a JSON string too."""
+    """How arguments are written. In JSON, the function's name is a JSON string, too."""
     name_pattern: re.Pattern[str] = re.compile(r"(?s:.+)")
     """Function names that this markup can hold."""
     calls_begin: str = ""
+    """Text before all calls of an answer."""
     separator: str = ""
+    """Text between two calls."""
     calls_end: str = ""
-    """Text after all calls, as `calls_begin` is the text before them and `separator` the text between two."""
+    """Text after all calls."""
 
     def make_call_format(self, name: str, schema: Json) -> Format:
-        """Return the format of one call of the function `name`, with arguments that match a schema."""
+        """Return the format (a structural tag) of one call of the function `name`, whose arguments match `schema`."""
         written_name = json.dumps(name, ensure_ascii=False) if self.style == "json" else name
+        begin = self.begin.replace("NAME", written_name)
         content = {**make_schema_format(schema), "style": self.style}
-        return {"type": "tag", "begin": self.begin.replace("NAME", written_name), "content": content, "end": self.end}
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
 
 
 _JSON_BEGIN = '{"name": NAME, "arguments": '
@@ -83,13 +86,12 @@ def parse_requested_constraint(
 ) -> RequestedConstraint | None:
     """Return the output format that a request asks for, such as a JSON schema; None if any answer is allowed.
 
-    - If a call is required (`tool_choice`), the answer is calls, as with OpenAI, whatever `response_format` says.
+    - If a tool call is required (`tool_choice`), the answer is calls, whatever `response_format` says, as with OpenAI.
     - If the text has a format (`response_format`) and tools may be called, the answer is such a text, or calls.
-    - If tools may be called and the text is free, only calls are held to a format, and only if a tool is strict or has
-      a grammar.
+    - If tools may be called and the text is free, only calls have a format, if a tool is strict or has a grammar.
 
-    `tool_markup`: name in MARKUPS of the markup in which the model writes calls; None: it writes none.
-    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input. Raises RequestError.
+    `tool_markup`: name of the format in which the model writes calls; None: it writes none. `grammars`: custom tools
+    with a grammar for their input, by name. Raises RequestError.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
@@ -146,30 +148,31 @@ def make_scripted_constraint(
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. A call of a
-    tool that the request does not have becomes text.
-
-    `tool_markup`: name in MARKUPS; None: the model writes no calls. `grammars`: custom tools with a grammar, by name.
+    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. `tool_markup`:
+    name of the format of tool calls; None: there are none. `grammars`: custom tools with a grammar, by name.
     """
     answer_count = sum(message.get("role") == "assistant" for message in body.messages)
     if body.continue_final_message:  # the last answer is not complete
         answer_count -= 1
     turn = script[answer_count % len(script)]
-    tools = [] if turn.call is None or tool_markup is None else _select_tools(body).tools
-    called_tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
-    if called_tool is not None:
-        assert tool_markup is not None
-        if turn.arguments is None:
-            schema = _forbid_undeclared_arguments(called_tool.parameters or {})
-            called_tool = called_tool._replace(parameters=schema, grammar=grammars.get(called_tool.name))
-        else:
-            schema = _make_exact_arguments_schema(turn.arguments)
-            called_tool = called_tool._replace(parameters=schema, is_strict=True, grammar=None)
-        calls_format = _make_calls_format(MARKUPS[tool_markup], [called_tool], allows_several=False)
-        return RequestedConstraint("tools", calls_format)
+    if turn.call is not None and tool_markup is not None:
+        tools = _select_tools(body).tools
+        tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
+        if tool is not None:
+            scripted_tool = _restrict_to_turn(tool, turn, grammars)
+            calls_format = _make_calls_format(MARKUPS[tool_markup], [scripted_tool], allows_several=False)
+            return RequestedConstraint("tools", calls_format)
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
     return RequestedConstraint("messages", {"type": "any_text"})
+
+
+def _restrict_to_turn(tool: _Tool, turn: ScriptTurn, grammars: Mapping[str, ClientTool]) -> _Tool:
+    """Return a tool that takes only the arguments of a script's turn, or only declared ones if the turn has none."""
+    if turn.arguments is None:
+        schema = _forbid_undeclared_arguments(tool.parameters or {})
+        return tool._replace(parameters=schema, grammar=grammars.get(tool.name))
+    return tool._replace(parameters=_make_exact_arguments_schema(turn.arguments), is_strict=True, grammar=None)
 
 
 def _forbid_undeclared_arguments(parameters: Json) -> Json:
@@ -212,7 +215,10 @@ def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstr
 
 
 def _parse_response_format(response_format: ResponseFormat) -> RequestedConstraint:
-    """Return the constraint of a `response_format` other than text. Raises RequestError if a field is missing."""
+    """Return the output format that OpenAI's `response_format` asks for: any JSON object, a schema, or structural tags.
+
+    Raises RequestError if a field is missing.
+    """
     if response_format.type == "json_object":
         return RequestedConstraint("response_format", make_schema_format({"type": "object"}))
     if response_format.type == "json_schema":
@@ -231,9 +237,9 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
-    """Return the constraint of vLLM's field `structured_outputs`, such as `{"regex": "[0-9]+"}`.
+    """Return the output format that vLLM's field `structured_outputs` asks for, such as `{"regex": "[0-9]+"}`.
 
-    Its kinds ("json", "regex", ...) are fields, of which exactly one must be set. Raises RequestError otherwise.
+    Raises RequestError unless exactly one of the kinds ("json", "regex", ...) is set.
     """
     field = "structured_outputs"
     set_kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]  # False: json_object is off
@@ -251,7 +257,11 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
 
 
 def _make_structured_format(kind: str, value: Json, param: str, whitespace: str | None) -> Format:
-    """Return the format that the field `kind` of `structured_outputs` asks for by its value."""
+    """Convert one field of vLLM's `structured_outputs`, such as kind "regex", to a format (a structural tag).
+
+    `value`: the field's value. `param`: its path in the request, for errors. `whitespace`: regular expression of white
+    space in JSON; None: the default.
+    """
     if kind == "json_object":
         return make_schema_format({"type": "object"}, whitespace)
     if kind == "json":
@@ -268,7 +278,10 @@ def _make_structured_format(kind: str, value: Json, param: str, whitespace: str 
 
 
 def parse_structural_tag(tag: Json, param: str) -> Format:
-    """Return the format in a structural tag: `{"format": ...}`, or the older `{"structures": ..., "triggers": ...}`."""
+    """Return the format in xgrammar's structural tag: `{"format": ...}`, or the older form with "structures".
+
+    In the older form, text is free until one of the `triggers`; then the structure that begins so must follow.
+    """
     if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
         return dict(tag["format"])
     structures = tag.get("structures") if isinstance(tag, dict) else None
@@ -329,19 +342,20 @@ def _select_tools(body: ChatRequest) -> _ToolSelection:
     """Return the tools that `tool_choice` allows, and whether one of them must be called. Raises RequestError."""
     choice, tools = body.tool_choice, _list_tools(body)
     if choice is None or choice == "auto":
-        return _ToolSelection(False, tools)
+        return _ToolSelection(is_call_required=False, tools=tools)
     if choice == "none":
-        return _ToolSelection(False, [])
+        return _ToolSelection(is_call_required=False, tools=[])
     if isinstance(choice, str) and choice != "required":
         raise bad_value("tool_choice", choice, '"none", "auto", "required" or an object that names a function')
     if not tools:
         raise bad_value("tool_choice", choice, "none or auto where no tools are given")
     if isinstance(choice, str):
-        return _ToolSelection(True, tools)
+        return _ToolSelection(is_call_required=True, tools=tools)
     tools_by_name = {tool.name: tool for tool in tools}
     if choice.get("type") == "allowed_tools":
         return _select_allowed_tools(choice, tools_by_name)
-    return _ToolSelection(True, [_find_named_tool(choice, "tool_choice", tools_by_name)])
+    named_tool = _find_named_tool(choice, "tool_choice", tools_by_name)
+    return _ToolSelection(is_call_required=True, tools=[named_tool])
 
 
 def _select_allowed_tools(choice: dict[str, Json], tools_by_name: Mapping[str, _Tool]) -> _ToolSelection:
@@ -385,20 +399,17 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
 
 
 def _make_custom_tool_content(any_input_format: Format, tool: ClientTool) -> Format:
-    """Return the format of a custom tool's arguments, which are one text, `input`, that matches the tool's grammar.
+    """Return the format of a custom tool's arguments: one free text, `input`, that matches the tool's grammar.
 
-    In JSON the arguments are `{"input": "TEXT"}`. The grammar describes TEXT before it is escaped as a JSON string.
-
-    `any_input_format`: format of the arguments if `input` may be any text, in the style of the model's markup.
+    In JSON the arguments are `{"input": "TEXT"}`, where TEXT is the JSON-escaped form of what the grammar matches.
+    `any_input_format`: format that allows any text, in the style of the model's markup.
     """
     if tool.syntax == "regex":
         input_schema = {"type": "string", "pattern": f"^(?:{tool.definition})$"}
         return {**any_input_format, "json_schema": {**CUSTOM_TOOL_SCHEMA, "properties": {"input": input_schema}}}
     quotes_by_style = {"json": ('{"input": "', '"}'), "python": ('input="', '"')}
     style = any_input_format["style"]
-    if style not in quotes_by_style:
-        # XML ends a text by a marker instead of a quotation mark. The grammar may match that marker too, so that the
-        # end of the text could not be found.
+    if style not in quotes_by_style:  # XML ends a text by a marker, which the grammar could match as text, too
         return any_input_format
     opening, closing = quotes_by_style[style]
     elements: list[Format] = [

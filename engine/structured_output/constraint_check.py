@@ -19,10 +19,10 @@ LOOSEN_CPU_S_MAX: Final = 0.8
 
 
 def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
-    """Return the constraint with a grammar that compiles. May crash or take long, as `check_grammar`.
+    """Compile the grammar of a structured output, and return the constraint with a grammar that compiles.
 
-    If the schema of a tool that is not strict cannot be compiled, each faulty property is only held to its type. For
-    every other schema RequestError names the field.
+    If the grammar does not compile, schemas of tools that are not strict are loosened. Raises RequestError if that does
+    not help. Compiling may crash or take long, so call this in a process that may be killed.
     """
     try:
         try:
@@ -30,10 +30,7 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
         except GrammarError:
             if not constraint.source_json:
                 raise
-            requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
-            format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
-            loosened_lark = write_lark(RequestedConstraint(requested.param, format), vocabulary.added_tokens)
-            lark = check_grammar(vocabulary, loosened_lark)
+            lark = check_grammar(vocabulary, _write_loosened_lark(vocabulary, constraint))
     except GrammarError as error:
         raise field_error(constraint.param, str(error)) from error
     except RecursionError as error:
@@ -41,24 +38,32 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
     return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
 
+def _write_loosened_lark(vocabulary: GrammarVocabulary, constraint: Constraint) -> str:
+    """Return the grammar of a constraint in which tools' faulty schemas are replaced. Raises RequestError."""
+    requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
+    format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
+    return write_lark(RequestedConstraint(requested.param, format), vocabulary.added_tokens)
+
+
 class _SchemaLoosener:
-    """Replaces the schemas of one request's tools that the compiler cannot follow by schemas that allow more."""
+    """Replaces JSON schemas of tools that the grammar compiler does not support by schemas that allow more."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocabulary = vocabulary
         self._deadline_cpu_s = time.thread_time() + LOOSEN_CPU_S_MAX
-        """CPU time of this thread after which a schema is replaced by that of any object, without further trials."""
+        """CPU time of this thread after which any object is allowed, without further trials."""
 
     def loosen_all(self, format_part: Any) -> Any:
-        """Return a format, or a list or value inside a format, with every faulty schema of a tool loosened.
+        """Return an output format, or a part of one, in which every schema of a tool can be compiled.
 
-        Raises RequestError if the tool of a faulty schema is strict.
+        Raises RequestError for a faulty schema of a strict tool.
         """
         if isinstance(format_part, list):
             return [self.loosen_all(item) for item in format_part]
         if not isinstance(format_part, dict):
             return format_part
-        if format_part.get("type") != "json_schema" or "param" not in format_part:  # only tools' schemas have a param
+        is_tool_schema = format_part.get("type") == "json_schema" and "param" in format_part
+        if not is_tool_schema:
             return {name: self.loosen_all(item) for name, item in format_part.items()}
         fault = self._find_fault(format_part)
         if fault is None:

@@ -110,7 +110,7 @@ def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_responses_request(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
     built_constraint = build_constraint(
-        ChatRequest(**convert_to_chat(request)), TOKENIZER, limits, grammars=make_client_tools(request.tools)
+        ChatRequest(**convert_to_chat(request)), TOKENIZER, limits, grammar_tools=make_client_tools(request.tools)
     )
     assert built_constraint is not None
     return built_constraint.lark_grammar
