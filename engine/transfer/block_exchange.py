@@ -72,10 +72,10 @@ class BlockExchange:
     # ------------------------------------------------------------------ what a peer is sent
 
     def locate(self, hashes: Sequence[int]) -> bytes:
-        """Return which blocks of a prompt are cached, up to the first that is not. Any thread may call this.
+        """Return which blocks of a prompt are cached, on the device or in host memory, up to the first that is not.
 
-        Byte i of the result has bit k set if the block of kind k with hash i is cached. The result is a hint, because
-        the cache may change meanwhile.
+        `hashes`: prefix hashes of the prompt's blocks. Bit k of byte i is set if block i is cached for kind k: full
+        attention, a sliding window, or a recurrent state. Any thread may call this, so the result may be outdated.
         """
         masks = bytearray()
         parent: Node | None = None
@@ -83,7 +83,11 @@ class BlockExchange:
             node = self._cache.tree.get(hash_)
             if node is None or node.parent is not parent:
                 break
-            masks.append(sum(1 << kind for kind in self._kinds if node.has_computed(kind) or node.has_host_block(kind)))
+            mask = 0
+            for kind in self._kinds:
+                if node.has_computed(kind) or node.has_host_block(kind):
+                    mask |= 1 << kind
+            masks.append(mask)
             parent = node
         return bytes(masks)
 
@@ -133,32 +137,33 @@ class BlockExchange:
         return keys
 
     def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview) -> int:
-        """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
+        """Put KV blocks that another engine has sent into this engine's prefix cache.
 
-        `contents`: contents of all `items`, one after the other. Returns how many leading items are cached now: fewer
-        than all if memory is lacking, or if a block before them was evicted meanwhile. After an error, the cache is
-        empty and nothing more of the prompt is stored.
+        `items`: consecutive blocks of the pulled prompt. `contents`: their contents, one after the other. Returns how
+        many leading items are cached now: fewer than all if memory is lacking, or if a block before them was evicted.
+        After an error, the cache is empty and the pull is given up.
         """
         if pull.is_abandoned or not items:
             return 0
         new_blocks: list[_NewBlock] = []
         try:
-            self._store(pull, items, contents, new_blocks)
+            self._fill_and_attach(pull, items, contents, new_blocks)
         except Exception:
             pull.is_abandoned = True
-            self._cache.reset()  # so that a block which is not filled leaves the tree before it is released
+            self._cache.reset()  # an unfilled block must leave the prefix tree before it is released
             raise
         finally:
             for new_block in reversed(new_blocks):
                 self._release(new_block)
         return next((i for i, item in enumerate(items) if not _is_stored(pull, item)), len(items))
 
-    def _store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]) -> None:
-        """Allocate device blocks for the sent blocks (`items`), fill them, and put them into the prefix tree.
+    def _fill_and_attach(
+        self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
+    ) -> None:
+        """Allocate device blocks for received blocks (`items`), fill them, and put them into the prefix tree.
 
-        The tree announces them as cache events. Earlier blocks of the prompt that only host memory has are loaded with
-        them, because a block on the device needs the blocks before it there. All are appended to `new_blocks`, which
-        the caller releases, also after an error.
+        Every allocated block is appended to `new_blocks`, also before an error, so that the caller can release it.
+        Earlier blocks of the prompt are among them if only host memory has them: they are copied to the device.
         """
         self._update_nodes(pull)
         self._allocate(pull, items, new_blocks)
@@ -189,10 +194,10 @@ class BlockExchange:
             pool.release(block)
 
     def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
-        """Append to `new_blocks` a device block for each item that is not cached yet, as far as memory allows.
+        """Allocate a device block for each received block (`item`), and append it to `new_blocks`, until memory ends.
 
-        A block on the device needs the blocks before it there, too. So earlier blocks of the prompt that are only in
-        host memory come first. Appends nothing if one of them is just being computed.
+        A cached block needs the blocks before it on the device. So the ones that only host memory has come first. If
+        one of those is being computed by a running sequence, nothing is allocated.
         """
         host_nodes = self._find_host_ancestors(pull, items)
         if host_nodes is None:
@@ -201,20 +206,20 @@ class BlockExchange:
             block = self._cache.pool.allocate(FULL_KIND)
             if block is None:
                 return
-            if not node.has_host_block(FULL_KIND):  # it was evicted to make room for `block`
+            was_evicted_for_block = not node.has_host_block(FULL_KIND)
+            if was_evicted_for_block:
                 self._cache.pool.release(block)
                 return
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
-            was_computed_meanwhile = (
-                item.block_index < len(pull.nodes) and pull.nodes[item.block_index].blocks[item.kind] is not None
-            )
+            has_node = item.block_index < len(pull.nodes)
+            was_computed_meanwhile = has_node and pull.nodes[item.block_index].blocks[item.kind] is not None
             if was_computed_meanwhile:
                 continue
             block = self._cache.pool.allocate(item.kind)
             if block is None:
-                break
+                return
             new_blocks.append(_NewBlock(item, block))
 
     def _find_host_ancestors(self, pull: Pull, items: Sequence[PullItem]) -> list[Node] | None:
@@ -244,10 +249,10 @@ class BlockExchange:
             pull.nodes[index : index + 1] = [node]
 
     def _attach(self, new_block: _NewBlock, key: BlockKey, parent: Node | None) -> Node | None:
-        """Put a filled block into the prefix tree, announce it, and return its node.
+        """Put a filled block into the prefix tree, which announces it as a cache event. Return its node.
 
         Returns None, with nothing done, if the parent was evicted meanwhile, or if the tree has such a block already.
-        The parent of a full-attention block is held until `_release`, so that it is not evicted before the child.
+        The parent of a full-attention block is held until the block is released, so that it is not evicted first.
         """
         tree, block = self._cache.tree, new_block.block
         has_parent_on_device = parent is None or (parent in tree and parent.has_computed(FULL_KIND))
@@ -300,10 +305,10 @@ def _describe_block(node: Node, kind: int) -> SentBlock:
 def _write_contents(
     memory: BlockMemory, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview
 ) -> None:
-    """Write the contents that a peer sent to new blocks. `contents` has those of all `items`, one after the other.
+    """Write contents that a peer has sent to the device blocks that were allocated for them.
 
-    An item without a new block was computed meanwhile, or found no memory: its part is skipped. New blocks with a host
-    block are filled from host memory instead.
+    `contents` has those of all `items`, one after the other. An item without a new block is skipped: it was computed
+    meanwhile, or there was no memory. A new block with a host block is filled from host memory instead.
     """
     block_by_item = {new.item: new.block for new in new_blocks if new.host_block is None}
     places: list[BlockPlace] = []
@@ -317,10 +322,9 @@ def _write_contents(
         start = end
     if not places:
         return
-    if len(parts) == len(items):
-        memory.write_blocks(places, contents)  # nothing is skipped, so the contents need not be copied
-    else:
-        memory.write_blocks(places, memoryview(bytearray(b"".join(parts))))
+    if len(parts) < len(items):
+        contents = memoryview(bytearray(b"".join(parts)))
+    memory.write_blocks(places, contents)
 
 
 def _is_stored(pull: Pull, item: PullItem) -> bool:

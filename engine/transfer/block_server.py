@@ -58,10 +58,10 @@ class BlockServer:
         self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
         stats: TransferStats,
     ) -> None:  # fmt: skip
-        """Make a server that is idle until `run`.
+        """Create a server of cached blocks, which accepts no connection until `run`.
 
-        `listener`: socket to which other engines connect. `exchange`: finds and reads blocks of the cache. `jobs`: the
-        reads, which the step loop does between steps. `stats`: counters of sent blocks and refused connections.
+        `listener`: socket to which other engines connect. `exchange`: finds and reads blocks of the cache. `jobs`:
+        queue of the reads, which the thread of the step loop does between steps. `stats`: counters for the metrics.
         """
         listener.setblocking(False)
         self._listener = listener
@@ -74,13 +74,13 @@ class BlockServer:
         self._answer_slots = asyncio.Semaphore(ANSWERS_MAX)
 
     async def run(self) -> None:
-        """Accept and serve connections until this task is cancelled."""
+        """Accept connections of other engines, and serve each in a task, until this task is cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 try:
                     sock, _ = await loop.sock_accept(self._listener)
-                except OSError as error:
+                except OSError as error:  # such as too many open files
                     log.warning("a connection for blocks is not accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                 else:
@@ -102,7 +102,7 @@ class BlockServer:
         task.add_done_callback(self._connection_tasks.discard)
 
     async def _serve(self, connection: Connection) -> None:
-        """Answer a peer's questions, after it has shown that it knows the fleet's key, and close the connection."""
+        """Authenticate a peer engine by the fleet's key, answer its questions, and close the connection at the end."""
         try:
             try:
                 await asyncio.wait_for(connection.greet_as_server(self._settings.fleet_key), CONNECT_S_MAX)
@@ -118,11 +118,15 @@ class BlockServer:
             connection.close()
 
     async def _answer_questions(self, connection: Connection) -> None:
-        """Answer the questions of a connection in their order, until an error. A few are prepared at the same time."""
+        """Answer the questions of a connection in their order, until it is closed or fails.
+
+        Up to QUESTIONS_AHEAD_MAX answers are prepared at the same time. Each task sends its answer after the previous
+        task has sent its own.
+        """
         answer_tasks: deque[asyncio.Task[None]] = deque()
         try:
             while True:
-                data, _ = await asyncio.wait_for(connection.receive(0), IDLE_S_MAX)
+                data, _ = await asyncio.wait_for(connection.receive(payload_bytes_max=0), IDLE_S_MAX)
                 question = decode_question(data)
                 previous_task = answer_tasks[-1] if answer_tasks else None
                 answer_tasks.append(asyncio.create_task(self._send_answer(connection, question, previous_task)))
@@ -157,7 +161,7 @@ class BlockServer:
             return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
 
     def _find_refusal(self, question: LocateBlocks | FetchBlocks) -> Refused | None:
-        """Return why a question is refused: it exceeds a bound, or the peer has another model. None: it is answered."""
+        """Check a peer's question. Return a refusal if the peer has another model or asks for too much, else None."""
         if isinstance(question, LocateBlocks):
             if question.fingerprint != self._settings.fingerprint:
                 return Refused("incompatible", "the source has another model or another cache layout")
@@ -169,7 +173,8 @@ class BlockServer:
         has_known_kinds = all(0 <= block.kind < kind_count for block in wanted_blocks)
         if len(wanted_blocks) > BATCH_BLOCKS_MAX or not has_known_kinds:
             return Refused("malformed", f"expected at most {BATCH_BLOCKS_MAX} blocks of known kinds")
-        if len(wanted_blocks) > 1 and self._count_bytes(wanted_blocks) > BATCH_BYTES_MAX:
+        is_too_large = len(wanted_blocks) > 1 and self._count_bytes(wanted_blocks) > BATCH_BYTES_MAX
+        if is_too_large:  # a single block may be of any size
             return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes")
         return None
 

@@ -49,18 +49,20 @@ class Connection:
         if not hmac.compare_digest(reply[NONCE_BYTES:], keys.client_proof):
             raise TransferError("unauthenticated", "the client does not know the fleet's key")
         await self._send_bytes(keys.server_proof)
-        self._send_signer, self._receive_signer = FrameSigner(keys.server_frame_key), FrameSigner(keys.client_frame_key)
+        self._send_signer = FrameSigner(keys.server_frame_key)
+        self._receive_signer = FrameSigner(keys.client_frame_key)
 
     async def greet_as_client(self, fleet_key: bytes) -> None:
-        """Prove to a server that this end knows the fleet's key, and check that the server does.
+        """Authenticate both ends of a new connection by the fleet's key, as the client, without sending the key.
 
+        The server sends a greeting with a nonce, this end a nonce and a proof of the key, and the server its proof.
         Raises TransferError if the server does not know the key, refuses ours, or speaks another protocol.
         """
         greeting = await self._receive_bytes(len(GREETING) + NONCE_BYTES)
         if not greeting.startswith(GREETING):
             raise TransferError("incompatible", "the source speaks another version of the protocol, or another one")
-        client_nonce = os.urandom(NONCE_BYTES)
-        keys = ConnectionKeys.derive(fleet_key, greeting[len(GREETING) :], client_nonce)
+        server_nonce, client_nonce = greeting[len(GREETING) :], os.urandom(NONCE_BYTES)
+        keys = ConnectionKeys.derive(fleet_key, server_nonce, client_nonce)
         await self._send_bytes(client_nonce + keys.client_proof)
         try:
             server_proof = await self._receive_bytes(MAC_BYTES)
@@ -68,7 +70,8 @@ class Connection:
             raise TransferError("unauthenticated", "the source refuses this engine's key") from error
         if not hmac.compare_digest(server_proof, keys.server_proof):
             raise TransferError("unauthenticated", "the source does not know the fleet's key")
-        self._send_signer, self._receive_signer = FrameSigner(keys.client_frame_key), FrameSigner(keys.server_frame_key)
+        self._send_signer = FrameSigner(keys.client_frame_key)
+        self._receive_signer = FrameSigner(keys.server_frame_key)
 
     async def send(self, message: Question | Answer, payload: Bytes = b"") -> None:
         """Send one frame."""

@@ -10,32 +10,29 @@ from engine.types import Request
 
 
 class Transfers:
-    """Null object for an engine that moves no blocks to or from peers. `KVTransfers` moves blocks.
+    """Interface for the step loop to exchange cached KV blocks with other engines. This class exchanges none.
 
-    A transfer has two parts: pulls, for which requests wait, and copies of blocks between steps. The thread of the
-    steps calls all methods.
+    A pull fetches the blocks of a prompt from a peer, while its requests wait. Blocks are copied out of the cache and
+    into it between steps. Only the thread of the step loop calls the methods.
     """
 
     stats: TransferStats | None = None
 
     def watch(self, on_copies: Callable[[], None]) -> None:
-        """Have `on_copies` called, on any thread, whenever there is something new to copy."""
+        """Have `on_copies` called, on any thread, whenever there are new blocks to copy."""
 
     @property
     def has_copies(self) -> bool:
-        """Whether there are blocks to copy for peers."""
+        """Whether there are blocks to copy."""
         return False
 
     def copy_blocks(self) -> None:
-        """Copy blocks that peers want out of the cache, and blocks that they have sent into it.
-
-        No step may be in flight.
-        """
+        """Copy blocks that peers want out of the cache, and received blocks into it. No step may be in flight."""
 
     def start_pull(self, request: Request) -> Future[None] | None:
-        """Begin to pull the blocks of a prompt that the cache lacks; return a future that ends when the pull does.
+        """Begin to pull the blocks of a prompt that the cache lacks. Return a future of the pull's end.
 
-        The request is queued then, whether the pull succeeded or not. None: there is nothing to wait for.
+        The request is to be queued then, whether the pull succeeded or not. None: there is nothing to wait for.
         """
         return None
 
@@ -46,7 +43,7 @@ class Transfers:
         """End all pulls, and store nothing more of them, because the cache was reset."""
 
     def change_weights(self, path: str | None) -> None:
-        """Record that the weights of the folder `path` were loaded; None: those of the last folder again."""
+        """Record that the weights in the folder `path` were loaded; None: the last folder was loaded again."""
 
     def close(self) -> None:
-        """End all transfers. Idempotent."""
+        """End all transfers. A second call does nothing."""

@@ -76,22 +76,22 @@ class BlocksLocated(msgspec.Struct, tag="located", array_like=True, frozen=True)
 
 
 class SentBlock(msgspec.Struct, array_like=True, frozen=True):
-    """Kind and identity of one block of the payload: its hash, and the values from which the hash is computed."""
+    """Description of one KV block that a peer sends, so that the receiver can check that it is the wanted one."""
 
     hash: int
+    """Hash of the prompt up to the end of the block."""
     kind: int
+    """Index of the attention group, or of the recurrent states."""
     parent_hash: int | None
     packed_tokens: bytes
     extra_keys: tuple[str, ...] | None
     lora_name: str | None
 
-    def is_of(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
-        """Return whether this is the wanted block. Tokens and parent are compared, as two blocks may share a hash."""
-        return (
-            (self.hash, self.kind) == (key.hash, kind)
-            and self.parent_hash == parent_hash
-            and BlockKey(self.hash, self.packed_tokens, self.extra_keys, self.lora_name).equals(key)
-        )
+    def is_wanted(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
+        """Return whether this is the wanted block. The tokens are compared, too, as two blocks may share a hash."""
+        if (self.hash, self.kind, self.parent_hash) != (key.hash, kind, parent_hash):
+            return False
+        return BlockKey(self.hash, self.packed_tokens, self.extra_keys, self.lora_name).equals(key)
 
 
 class BlocksSent(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
@@ -141,7 +141,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
 
 
 class FrameLengths(NamedTuple):
-    """Header of a frame: the sizes of its message and its payload."""
+    """Header of a frame, the unit that is sent over a connection: the sizes of its message and of its payload."""
 
     message_bytes: int
     payload_bytes: int
@@ -159,16 +159,20 @@ class FrameLengths(NamedTuple):
 
 
 class FrameSigner:
-    """Computes the HMACs of the frames that go one way over a connection, in their order."""
+    """Signs or checks the frames that go one way over a connection, by HMACs that cover the frames' numbers.
+
+    So no frame can be forged, repeated, left out or moved.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._frame_count = 0
 
     def sign(self, lengths: FrameLengths, *parts: Bytes) -> bytes:
-        """Return the HMAC of the next frame, whose message and payload are `parts`."""
-        mac = hmac.new(self._key, _FRAME_NUMBER.pack(self._frame_count) + lengths.encode(), "sha256")
+        """Return the HMAC of the next frame. `parts`: its message and its payload."""
+        frame_number = _FRAME_NUMBER.pack(self._frame_count)
         self._frame_count += 1
+        mac = hmac.new(self._key, frame_number + lengths.encode(), "sha256")
         for part in parts:
             mac.update(part)
         return mac.digest()

@@ -23,27 +23,33 @@ class PullItem(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """Blocks of one prompt that are pulled from one source, for all requests that wait for them."""
+    """State of a pull: one prompt's KV blocks are fetched from another engine, while one or more requests wait.
+
+    The thread of the network fetches the blocks. The thread of the step loop stores them in the cache.
+    """
 
     source: KVSource
+    """Engine that has the blocks."""
     keys: list[BlockKey]
-    """Keys of the prompt's blocks that need not be computed if they are cached."""
-    nodes: list[Node] = field(default_factory=list)
-    """Prefix tree nodes of the prompt's leading cached blocks. Only the thread of the steps uses the list."""
-    request_ids: set[str] = field(default_factory=set)
-    """Requests that wait for the pull. Only the thread of the steps uses the set."""
+    """Keys of the prompt's blocks that are worth pulling, from the first block on."""
     end: Future[None] = field(default_factory=Future)
-    """Future that ends the wait of the requests."""
-    is_stored: bool = False
-    """Whether the last blocks are stored, so that the pull ends at once. Only the thread of the steps uses this."""
+    """Done when the requests need not wait any more."""
     is_abandoned: bool = False
     """Whether nothing more is stored, because no request waits, or the cache was reset."""
     task: asyncio.Task[None] | None = None
-    """Task that pulls. Only the thread of the network uses it."""
+    """Task that fetches. Only the thread of the network uses it."""
+
+    # Only the thread of the step loop uses these.
+    nodes: list[Node] = field(default_factory=list)
+    """Nodes of the prefix tree for the prompt's leading cached blocks."""
+    request_ids: set[str] = field(default_factory=set)
+    """Requests that wait."""
+    is_stored: bool = False
+    """Whether the last blocks are stored, so that the pull ends at once."""
 
     @property
     def id(self) -> tuple[KVSource, int]:
-        """Source and last block, by which a request finds a pull that it can share."""
+        """Source and hash of the last block, which are equal for requests that can share the pull."""
         return self.source, self.keys[-1].hash
 
     def get_parent_hash(self, index: int) -> int | None:
@@ -79,11 +85,11 @@ def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: Atten
 def choose_blocks_to_pull(
     local_masks: Sequence[int], remote_masks: Sequence[int], kind_count: int, windows: AttentionWindows
 ) -> list[PullItem]:
-    """Return the blocks to pull for the longest prefix after which a sequence can resume, parents before children.
+    """Return the blocks of a prompt to fetch from another engine, so that as much as possible need not be computed.
 
-    Mask i tells by its bit k whether a side has the block of kind k at index i; kinds are full attention, sliding
-    windows and states. For example, with one kind, the local masks [1] and the remote masks [1, 1, 1], blocks 1 and 2
-    are pulled. With the local masks [1, 1, 1] there is nothing to gain, and the list is empty.
+    Bit k of mask i says whether a side has the prompt's block i for kind k: full attention, a sliding window, or a
+    recurrent state. For example, with one kind, the local masks [1] and the remote masks [1, 1, 1], blocks 1 and 2 are
+    fetched. The list is empty if the local blocks suffice; blocks come after the blocks that they need.
     """
     length = max(len(local_masks), len(remote_masks))
     local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
@@ -91,12 +97,13 @@ def choose_blocks_to_pull(
     end = count_resumable_blocks(all_masks, kind_count, windows)
     if end <= count_resumable_blocks(local_masks, kind_count, windows):
         return []
-    return [
-        PullItem(index, kind)
-        for kind in range(kind_count)
-        for index in range(windows.find_first_index_to_resume(kind, end), end)
-        if not local_masks[index] >> kind & 1
-    ]
+    items: list[PullItem] = []
+    for kind in range(kind_count):
+        for index in range(windows.find_first_index_to_resume(kind, end), end):
+            is_local = local_masks[index] >> kind & 1
+            if not is_local:
+                items.append(PullItem(index, kind))
+    return items
 
 
 def _pad(masks: Sequence[int], length: int) -> list[int]:
@@ -106,9 +113,9 @@ def _pad(masks: Sequence[int], length: int) -> list[int]:
 def split_into_batches(
     items: Sequence[PullItem], bytes_by_kind: Sequence[int], batch_bytes_max: int, batch_items_max: int
 ) -> Iterator[list[PullItem]]:
-    """Split items into consecutive batches of at most `batch_bytes_max` bytes and `batch_items_max` items.
+    """Split the blocks to fetch into consecutive batches, within a limit on the bytes and on the number of blocks.
 
-    An item that is larger than `batch_bytes_max` gets a batch of its own.
+    `bytes_by_kind`: size of a block by its kind. A block larger than `batch_bytes_max` gets a batch of its own.
     """
     batch: list[PullItem] = []
     batch_bytes = 0

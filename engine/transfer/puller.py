@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -53,6 +54,27 @@ Address = tuple[str, int]
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
+@dataclass(slots=True)
+class _BatchQueues:
+    """Batches of the blocks that one pull fetches, by how far they are: a batch passes through three queues."""
+
+    waiting: deque[list[PullItem]]
+    """Batches that are not requested yet."""
+    requested: deque[list[PullItem]] = field(default_factory=deque)
+    """Batches that were requested from the source and have not arrived."""
+    storing: deque[tuple[list[PullItem], Future[int]]] = field(default_factory=deque)
+    """Batches that have arrived, each with a future of the number of its blocks that were stored."""
+    unstored_bytes: int = 0
+    """Bytes of the batches in the last two queues."""
+    stored_count: int = 0
+    """Number of blocks that were stored."""
+
+    def is_oldest_stored(self) -> bool:
+        """Return whether the batch that arrived first is stored."""
+        _, stored_future = self.storing[0]
+        return stored_future.done()
+
+
 class Puller:
     """Pulls cached blocks from other engines, on an event loop."""
 
@@ -60,11 +82,11 @@ class Puller:
         self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
         link: SimulatedLink | None = None,
     ) -> None:  # fmt: skip
-        """Make a puller, to be used on one event loop.
+        """Create a puller of KV blocks, which is used on one event loop.
 
-        `exchange`: finds missing blocks of the cache and stores received ones. `jobs`: queue of the stores, which the
-        step loop does between steps. `stats`: counters of pulls and failures. `link`: waits as long as the transfer of
-        simulated contents would take; None for real contents.
+        `exchange`: finds blocks that the cache lacks, and stores received ones. `jobs`: queue of the stores, which the
+        thread of the step loop does between steps. `stats`: counters for the metrics. `link`: network of a simulated
+        engine, which waits as long as a transfer would take; None for a real one.
         """
         self._exchange = exchange
         self._jobs = jobs
@@ -73,12 +95,9 @@ class Puller:
         self._link = link
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
         self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
-        """Lock of the pulls from a source for prompts with the same first block, by source and hash.
-
-        A lock is dropped when no pull refers to it any more.
-        """
-        self._pause_end_by_source: dict[Address, float] = {}
-        """Time until which each source whose last pull has failed is not asked."""
+        """Lock by source and hash of a prompt's first block. A lock is dropped when no pull refers to it."""
+        self._pause_end_s_by_source: dict[Address, float] = {}
+        """Time until which a source is not asked, because its last pull has failed."""
 
     async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
@@ -100,16 +119,16 @@ class Puller:
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, pull: Pull) -> None:
-        """Pull when a slot is free, after earlier pulls from the same source of prompts with the same first block.
+        """Wait for a free slot, connect to the source, and pull the blocks.
 
-        Such prompts share blocks. The later pull finds the shared ones in the cache, and does not ask for them. Raises
-        TransferError, without a connection, if the source has failed a moment ago.
+        Pulls from one source of prompts with the same first block take turns, so that blocks that the prompts share are
+        fetched once. Raises TransferError at once if the source has failed a moment ago.
         """
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
             start_s = time.monotonic()
-            if start_s < self._pause_end_by_source.get(source.address, 0.0):
+            if start_s < self._pause_end_s_by_source.get(source.address, 0.0):
                 raise TransferError("recent", "failed a moment ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
@@ -121,20 +140,23 @@ class Puller:
                 if not pull.is_abandoned:
                     self._pause_source(source, start_s)
                 raise
-            self._pause_end_by_source.pop(source.address, None)
+            self._pause_end_s_by_source.pop(source.address, None)
 
     def _pause_source(self, source: KVSource, start_s: float) -> None:
         """Do not ask a source for a while, because a pull that began at `start_s` has failed.
 
-        Only a source that fails again after a pause is left alone in proportion to the time that the failure took.
+        A source that fails again after a pause gets a longer one, in proportion to the time that the failure took.
         """
         now_s, pause_s = time.monotonic(), RETRY_AFTER_S
-        earlier_end_s = self._pause_end_by_source.pop(source.address, None)
-        if earlier_end_s is not None and start_s >= earlier_end_s:
+        pause_ends_s = self._pause_end_s_by_source
+        last_pause_end_s = pause_ends_s.pop(source.address, None)
+        has_failed_again = last_pause_end_s is not None and start_s >= last_pause_end_s
+        if has_failed_again:
             pause_s = max(pause_s, RETRY_AFTER_FAILURES * (now_s - start_s))
-        if len(self._pause_end_by_source) >= FAILED_SOURCES_MAX:
-            del self._pause_end_by_source[next(iter(self._pause_end_by_source))]  # it failed the longest time ago
-        self._pause_end_by_source[source.address] = max(now_s + pause_s, earlier_end_s or 0.0)
+        if len(pause_ends_s) >= FAILED_SOURCES_MAX:
+            longest_ago = next(iter(pause_ends_s))
+            del pause_ends_s[longest_ago]
+        pause_ends_s[source.address] = max(now_s + pause_s, last_pause_end_s or 0.0)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""
@@ -148,60 +170,63 @@ class Puller:
         self._stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
-        """Fetch blocks of a prompt in order, and return how many were stored before the first that failed.
+        """Fetch blocks of a prompt in order. Return how many were stored before the first that could not be.
 
-        A batch passes through three queues: to be requested, requested, and being stored by the thread of the steps.
-        Batches are requested while earlier ones arrive and are stored, so that neither network nor copies wait.
+        Batches of blocks are requested while earlier ones arrive and are stored, so that neither the network nor the
+        thread of the step loop has to wait.
         """
         block_bytes = self._settings.block_bytes_by_kind
-        batches = deque(split_into_batches(items, block_bytes, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
-        requested_batches: deque[list[PullItem]] = deque()
-        storing_batches: deque[tuple[list[PullItem], Future[int]]] = deque()
-        stored_count = 0
-        unstored_bytes = 0  # of the batches in the last two queues
+        queues = _BatchQueues(deque(split_into_batches(items, block_bytes, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)))
         try:
-            while batches or requested_batches or storing_batches:
-                # Request as many batches as the limit on bytes allows, but at least one.
-                while batches and (
-                    not unstored_bytes or unstored_bytes + self._count_bytes(batches[0]) <= PULL_BYTES_MAX
-                ):
-                    await _request_blocks(connection, pull, batches[0])
-                    unstored_bytes += self._count_bytes(batches[0])
-                    requested_batches.append(batches.popleft())
-                if requested_batches:
-                    batch = requested_batches.popleft()
-                    contents, arrived_count = await self._receive_batch(connection, pull, batch)
-                    if arrived_count < len(batch):  # the source has evicted a block
-                        batches.clear()
-                        requested_batches.clear()
-                    is_last = not batches and not requested_batches
-                    store = partial(self._store, pull, batch[:arrived_count], contents, is_last=is_last)
-                    stored_future = self._jobs.submit(store, self._count_bytes(batch[:arrived_count]))
-                    storing_batches.append((batch, stored_future))
-                # Count the batches stored by now. If no requested batch is left to receive, wait until they are stored.
-                while storing_batches and (not requested_batches or storing_batches[0][1].done()):
-                    batch, stored_future = storing_batches.popleft()
-                    batch_stored_count = await self._wait_stored(batch, stored_future)
-                    stored_count += batch_stored_count
-                    unstored_bytes -= self._count_bytes(batch)
-                    if batch_stored_count < len(batch):
-                        return stored_count  # later blocks can only be used with those before
+            while queues.waiting or queues.requested or queues.storing:
+                await self._request_batches(connection, pull, queues)
+                if queues.requested:
+                    await self._receive_and_store(connection, pull, queues)
+                while queues.storing and (queues.is_oldest_stored() or not queues.requested):
+                    is_complete = await self._finish_storing(queues)
+                    if not is_complete:  # later blocks are useless without this batch's
+                        return queues.stored_count
         finally:
-            for _, stored_future in storing_batches:
+            for _, stored_future in queues.storing:
                 stored_future.cancel()
-        return stored_count
+        return queues.stored_count
 
-    async def _wait_stored(self, batch: list[PullItem], stored_future: Future[int]) -> int:
-        """Wait until a batch is stored, count its blocks, and return how many the cache had room for."""
+    async def _request_batches(self, connection: Connection, pull: Pull, queues: _BatchQueues) -> None:
+        """Request batches until the limit on unstored bytes is reached. One batch is always allowed."""
+        while queues.waiting:
+            batch_bytes = self._count_bytes(queues.waiting[0])
+            if queues.unstored_bytes and queues.unstored_bytes + batch_bytes > PULL_BYTES_MAX:
+                return
+            await _request_blocks(connection, pull, queues.waiting[0])
+            queues.unstored_bytes += batch_bytes
+            queues.requested.append(queues.waiting.popleft())
+
+    async def _receive_and_store(self, connection: Connection, pull: Pull, queues: _BatchQueues) -> None:
+        """Receive the batch that was requested first, and have the thread of the step loop store it."""
+        batch = queues.requested.popleft()
+        contents, arrived_count = await self._receive_batch(connection, pull, batch)
+        if arrived_count < len(batch):  # the source has evicted a block, without which later ones are useless
+            queues.waiting.clear()
+            queues.requested.clear()
+        is_last = not queues.waiting and not queues.requested
+        store = partial(self._store, pull, batch[:arrived_count], contents, is_last=is_last)
+        stored_future = self._jobs.submit(store, self._count_bytes(batch[:arrived_count]))
+        queues.storing.append((batch, stored_future))
+
+    async def _finish_storing(self, queues: _BatchQueues) -> bool:
+        """Wait until the oldest received batch is stored, and count its blocks. Return whether all were stored."""
+        batch, stored_future = queues.storing.popleft()
         stored_count = await asyncio.wrap_future(stored_future)
         self._stats.pulled_blocks += stored_count
         self._stats.pulled_bytes += self._count_bytes(batch[:stored_count])
-        return stored_count
+        queues.stored_count += stored_count
+        queues.unstored_bytes -= self._count_bytes(batch)
+        return stored_count == len(batch)
 
     async def _receive_batch(self, connection: Connection, pull: Pull, batch: list[PullItem]) -> tuple[memoryview, int]:
-        """Receive the blocks of a requested batch, and check them. Return their contents and their number.
+        """Receive and check the blocks of a requested batch. Return their contents, and the number of blocks.
 
-        They are fewer than the batch's if the source has evicted a block meanwhile.
+        The number is smaller than the batch's if the source has evicted a block.
         """
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
@@ -230,7 +255,7 @@ class Puller:
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
             key, parent_hash = pull.keys[item.block_index], pull.get_parent_hash(item.block_index)
-            if not block.is_of(item.kind, key, parent_hash):
+            if not block.is_wanted(item.kind, key, parent_hash):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
 
     def _count_bytes(self, items: list[PullItem]) -> int:
@@ -243,33 +268,37 @@ async def _request_blocks(connection: Connection, pull: Pull, batch: list[PullIt
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
-    """Connect to a source, and prove to each other that both know the fleet's key.
+    """Return a connection to another engine, on which both ends have proved that they know the fleet's key.
 
-    Raises TransferError if the source does not answer in time, or has another key.
+    Raises TransferError if the engine does not answer in time, or has another key.
     """
-    loop = asyncio.get_running_loop()
-    sock = None
     try:
-        family, socket_type, protocol, _, address = await asyncio.wait_for(_resolve(source), CONNECT_S_MAX)
-        sock = socket.socket(family, socket_type, protocol)
-        sock.setblocking(False)
-        await asyncio.wait_for(loop.sock_connect(sock, address), CONNECT_S_MAX)
-    except BaseException as error:  # also the time-out of the pull, which arrives as a cancellation
-        if sock is not None:
-            sock.close()
-        if isinstance(error, (OSError, UnicodeError, asyncio.TimeoutError)):
-            raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
-        raise
+        sock = await _open_socket(source)
+    except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+        raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
     connection = Connection(sock)
     try:
         await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)
     except asyncio.TimeoutError as error:
         connection.close()
         raise TransferError("unreachable", f"no greeting within {CONNECT_S_MAX:g} s") from error
-    except BaseException:
+    except BaseException:  # also a cancellation, such as by the time-out of the pull
         connection.close()
         raise
     return connection
+
+
+async def _open_socket(source: KVSource) -> socket.socket:
+    """Return a socket that is connected to a source. Raises OSError, UnicodeError, TimeoutError."""
+    family, socket_type, protocol, _, address = await asyncio.wait_for(_resolve(source), CONNECT_S_MAX)
+    sock = socket.socket(family, socket_type, protocol)
+    try:
+        sock.setblocking(False)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), CONNECT_S_MAX)
+    except BaseException:  # also a cancellation, such as by the time-out of the pull
+        sock.close()
+        raise
+    return sock
 
 
 async def _resolve(source: KVSource) -> tuple[Any, ...]:

@@ -54,25 +54,29 @@ class KVTransfers(Transfers):
         compute_fingerprint: Callable[[str | None], bytes],
         link: SimulatedLink | None = None,
     ) -> None:
-        """Start the thread of the network.
+        """Start a thread that sends cached KV blocks to other engines and pulls blocks from them.
 
-        `listener`: socket to which peers connect; closed by `close`. `exchange`: reads and stores blocks of the cache.
+        `listener`: socket to which other engines connect. `exchange`: reads and stores blocks of the cache.
         `compute_fingerprint`: returns a digest of the weights in a folder (None: the last one) and of the cache's
-        layout. Engines with equal digests exchange blocks. `link`: network of a simulated engine; None: not simulated.
+        layout; engines with equal digests exchange blocks. `link`: network of a simulated engine, else None.
         """
+        self.settings = settings
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
-        self.settings = settings
-        self._jobs = StepJobs()
         self._exchange = exchange
         self._compute_fingerprint = compute_fingerprint
+
+        # Pulls that have not ended.
         self._pull_by_id: dict[tuple[KVSource, int], Pull] = {}
-        """Pulls that have not ended, by source and hash of their last block."""
+        """Pull by its source and the hash of its last block."""
         self._pull_by_request_id: dict[str, Pull] = {}
-        """Pull for which each waiting request waits."""
-        self._loop = asyncio.new_event_loop()
+        """Pull for which a request waits, by the id of the request."""
+
+        # The network's thread, and the jobs that it gives to the thread of the step loop.
+        self._jobs = StepJobs()
         self._puller = Puller(exchange, self._jobs, settings, self.stats, link)
         self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -105,11 +109,11 @@ class KVTransfers(Transfers):
     # ------------------------------------------------------------------ pulls
 
     def start_pull(self, request: Request) -> Future[None] | None:
-        """Begin to fetch the cached blocks of a request's prompt from the worker that it names as their source.
+        """Begin to fetch cached blocks of a request's prompt from the engine that the request names as their source.
 
-        The future ends when the request should wait no longer. None if there is nothing to fetch: no source, all
-        blocks here already, or too many pulls. Requests with the same prompt and source share one pull. A request
-        without a source waits for a running pull of its prompt's first blocks, so that it need not compute them.
+        Returns a future that is done when the request need not wait any more; None if there is nothing to wait for.
+        Requests with the same prompt and source share one pull. A request without a source waits for a running pull of
+        its prompt's first blocks, so that it need not compute them.
         """
         source = request.kv_source
         if source is None and not self._pull_by_id:
@@ -117,7 +121,10 @@ class KVTransfers(Transfers):
         keys = self._exchange.list_keys(request)
         if not keys or self._exchange.is_cached(keys):
             return None
-        pull = self._find_pull(keys) if source is None else self._begin_or_join_pull(source, keys)
+        if source is None:
+            pull = self._find_pull(keys)
+        else:
+            pull = self._begin_or_join_pull(source, keys)
         if pull is None:
             return None
         pull.request_ids.add(request.request_id)

@@ -38,19 +38,22 @@ class TransferSettings:
 
 
 class TransferStats(msgspec.Struct, kw_only=True):
-    """Totals since the start. Each total is counted by one thread, and read by any."""
+    """Counters of the KV cache blocks that an engine has pulled from other engines, or sent to them, since its start.
+
+    Each counter is written by one thread, and read by any.
+    """
 
     pulls: int = 0
-    """Pulls that have ended, also by a failure."""
+    """Number of pulls that have ended, also by a failure."""
     pull_s: float = 0.0
     """Seconds of these pulls, with the wait for their turn."""
     pulled_blocks: int = 0
     pulled_bytes: int = 0
     missing_blocks: int = 0
-    """Blocks that a pull chose and did not store: the source had evicted them, or this cache had no room."""
+    """Blocks that were to be pulled and were not stored: the source had evicted them, or this cache had no room."""
     failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
-    """Pulls that ended early, by FAILURE_REASONS."""
+    """Number of pulls that ended early, by reason, such as "timeout"."""
     sent_blocks: int = 0
     sent_bytes: int = 0
     refused_connections: int = 0
-    """Connections of peers that were closed: too many, a wrong key, or nonsense."""
+    """Connections of other engines that were closed: too many, a wrong key, or invalid messages."""

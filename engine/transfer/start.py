@@ -29,10 +29,9 @@ class _ModelFingerprint:
         self._facts = facts
 
     def compute(self, path: str | None) -> bytes:
-        """Return a digest of the facts, the model's config, and samples of its weights.
+        """Return a digest of the facts, the model's config, and samples of its weights, in which fine-tunes differ.
 
-        Samples, because two fine-tunes of a model have the same shapes. `path`: folder of the weights from now on;
-        None: still the last one.
+        `path`: folder of newly loaded weights; None: the last folder.
         """
         if path is not None:
             self._folder = Path(path)
@@ -68,9 +67,9 @@ def start_transfers(
 ) -> KVTransfers:
     """Start to exchange cached KV blocks with other engines, which connect to this one's --kv-transfer port.
 
-    `folder`: checkpoint of the loaded model, computed in `dtype` on `device`: only engines with equal ones exchange
-    blocks. `block_memory`: reads and writes the contents of the blocks of `cache`; None if a simulation has no sizes of
-    blocks. `simulated_link`: network of a simulated engine; None: the engine is not simulated.
+    Only engines with equal weights, `dtype` and `device` exchange blocks. `folder`: checkpoint of the loaded model.
+    `block_memory`: reads and writes the contents of the blocks of `cache`; None if a simulation does not know their
+    size. `simulated_link`: network of a simulated engine, else None.
 
     Raises ConfigError for settings that exclude each other, and for an address that cannot be used.
     """
@@ -82,12 +81,14 @@ def start_transfers(
     exchange = BlockExchange(cache, block_memory)
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
-    fingerprint = _ModelFingerprint(
-        folder, (cache.spec, content_bytes, f"{dtype} on {device}", config.tensor_parallel_size, config.simulate)
-    )
-    block_bytes, gb_s = content_bytes, CPU_GB_S if device == "cpu" else GB_S
-    if simulated_link is not None:
-        block_bytes, gb_s = (simulated_link.block_bytes,) * len(kinds), simulated_link.bytes_per_s / 1e9
+    facts = (cache.spec, content_bytes, f"{dtype} on {device}", config.tensor_parallel_size, config.simulate)
+    fingerprint = _ModelFingerprint(folder, facts)
+    if simulated_link is None:
+        block_bytes = content_bytes
+        gb_s = CPU_GB_S if device == "cpu" else GB_S
+    else:
+        block_bytes = (simulated_link.block_bytes,) * len(kinds)
+        gb_s = simulated_link.bytes_per_s / 1e9
     settings = TransferSettings(
         fleet_key=transfer_config.read_key(),
         timeout_s=transfer_config.timeout_s,

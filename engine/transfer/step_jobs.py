@@ -42,7 +42,8 @@ class StepJobs:
     def run(self, bytes_max: int) -> None:
         """Run the oldest jobs until they have copied at least `bytes_max` bytes, or none is left.
 
-        If a job raises, its future gets the error, and this method raises it, too. Later jobs stay queued.
+        The thread of the step loop calls this between steps. If a job raises, its future gets the error, and this
+        method raises it, too. Later jobs stay queued.
         """
         copied_bytes = 0
         while self._jobs and copied_bytes < bytes_max:

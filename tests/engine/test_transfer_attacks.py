@@ -117,7 +117,7 @@ def test_strangers_cannot_take_all_connections(short_waits: None) -> None:
         with Engine() as second_consumer:
             while second_consumer.transfers.stats.pulled_blocks == 0:
                 second_consumer.core.reset_prefix_cache()
-                second_consumer.transfers._puller._pause_end_by_source.clear()
+                second_consumer.transfers._puller._pause_end_s_by_source.clear()
                 second_consumer.answer("again", TEXT, source.source)
         source.pause()
 
@@ -196,7 +196,7 @@ def test_pulls_that_fail_together_are_one_failure_of_their_source(short_waits: N
             consumer.add(f"{i}", prompt(i, 24), KVSource(*silent_host.getsockname()), max_tokens=1)
         consumer.run()
         assert consumer.transfers.stats.failures["unreachable"] == puller.PULLS_AT_ONCE_MAX
-        (pause_end_s,) = consumer.transfers._puller._pause_end_by_source.values()
+        (pause_end_s,) = consumer.transfers._puller._pause_end_s_by_source.values()
         assert pause_end_s <= time.monotonic() + puller.RETRY_AFTER_S
 
 
@@ -206,7 +206,7 @@ def test_failed_sources_are_remembered_up_to_a_number(monkeypatch: pytest.Monkey
         sources = [KVSource("127.0.0.1", closed_port()) for _ in range(4)]
         for i, source in enumerate(sources):
             consumer.answer(f"{i}", prompt(i, 24), source, max_tokens=1)
-        assert list(consumer.transfers._puller._pause_end_by_source) == [source.address for source in sources[-2:]]
+        assert list(consumer.transfers._puller._pause_end_s_by_source) == [source.address for source in sources[-2:]]
 
 
 def test_names_that_no_server_resolves_delay_no_source_with_an_address(
@@ -325,7 +325,7 @@ def test_a_source_with_the_key_that_lies_is_not_believed(expected: list[int], li
         consumer.answer("a", TEXT, source.source)
         check_failed(consumer, "malformed", expected)
         source.exchange.read = reading  # type: ignore[method-assign]
-        consumer.transfers._puller._pause_end_by_source.clear()
+        consumer.transfers._puller._pause_end_s_by_source.clear()
         consumer.core.reset_prefix_cache()
         check_still_pulls(consumer, source)
         source.pause()

@@ -119,10 +119,10 @@ def test_the_keys_of_a_connection_are_all_different_and_follow_the_nonces() -> N
 @given(SENT_BLOCKS, st.data())
 def test_a_block_is_of_a_prompt_if_all_that_names_it_is_equal(block: SentBlock, drawn: st.DataObject) -> None:
     key = BlockKey(block.hash, block.packed_tokens, block.extra_keys, block.lora_name)
-    assert block.is_of(block.kind, key, block.parent_hash)
+    assert block.is_wanted(block.kind, key, block.parent_hash)
     field = drawn.draw(st.sampled_from(["hash", "kind", "parent_hash", "packed_tokens", "extra_keys", "lora_name"]))
     changed = msgspec.structs.replace(block, **{field: getattr(drawn.draw(SENT_BLOCKS), field)})
-    assert changed.is_of(block.kind, key, block.parent_hash) == (changed == block)
+    assert changed.is_wanted(block.kind, key, block.parent_hash) == (changed == block)
 
 
 # ---------------------------------------------------------------------- what a pull chooses
