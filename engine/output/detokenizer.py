@@ -62,7 +62,7 @@ class WindowDetokenizer:
         self._context_ids: list[int] = []
         self._context_text = ""
         self._new_ids: list[int] = []
-        """Tokens whose text was not returned yet."""
+        """Tokens with text that was not returned yet."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add the next token ids. Return the text that has become final."""
@@ -78,7 +78,7 @@ class WindowDetokenizer:
         return ""
 
     def _start_window(self, context_ids: list[int]) -> None:
-        """Start a new window behind `context_ids`, tokens whose text was returned."""
+        """Start a new window behind `context_ids`, tokens with text that was returned."""
         self._context_ids = context_ids
         self._context_text = self._decode(context_ids)
         self._new_ids = []

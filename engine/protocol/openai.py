@@ -54,7 +54,7 @@ class OpenAIFormatter:
     ) -> None:
         """Create the formatter of one HTTP request, before its answers begin.
 
-        `generation`: the answers (choices), which grow meanwhile. `body`: the request, whose fields say what is shown
+        `generation`: the answers (choices), which grow meanwhile. `body`: the request. Its fields say what is shown
         beside the text. `factory`: has the texts of tokens. `has_logprobs`: whether the request asks for logprobs of
         generated tokens.
         """

@@ -95,7 +95,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
     """Grammar that the answer must follow, not compiled yet; None: any answer is allowed."""
     response_context: ResponseContext | None = None
-    """What the answer of a `/v1/responses` request needs; None for other APIs."""
+    """Fields of a `/v1/responses` request that its answer needs; None for other APIs."""
     is_prompt_only: bool = False
     """Whether the prompt is to be cached and not answered."""
     kv_source: RemoteKVSource | None = None

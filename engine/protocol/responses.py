@@ -60,7 +60,7 @@ class ResponsesFormatter:
         # Logprobs, as JSON, on their way from a token to a block of text.
         self._logprobs = logprobs
         self._pending_logprobs: list[bytes] = []
-        """Logprobs of tokens whose text is held back."""
+        """Logprobs of tokens with text that is held back."""
         self._text_logprobs: list[bytes] = []
         """Logprobs of text that is in no block yet."""
         self._logprobs_by_block: defaultdict[int, list[bytes]] = defaultdict(list)
