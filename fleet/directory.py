@@ -370,7 +370,9 @@ class DirectoryActor:
     def _change_phase(self, action: PhaseChange, now: float) -> None:
         """Move a member to the phase that the plan wants, and stop its program if it is to stop."""
         member = self._state.member_by_name[action.name]
-        previous_phase, member.phase, member.phase_since_s = member.phase, action.phase, now
+        previous_phase = member.phase
+        member.phase = action.phase
+        member.phase_since_s = now
         self._record_event(f"{member.name}: {previous_phase.value} -> {action.phase.value}")
         if previous_phase is Phase.STARTING:  # it may not even have a place yet
             self._remove_member(member, "not wanted any more")

@@ -268,10 +268,7 @@ class SupervisedProgram:
         return served_s
 
     def _start_program(self) -> ProgramRun | None:
-        """Start the program under a guard process, which kills the program when this process ends.
-
-        Return None, with nothing started, if `stop` was called meanwhile. Raises OSError.
-        """
+        """Start the program under a guard, which ends with this process; None if `stop` was called. Raises OSError."""
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
         launch = self._plan_launch()

@@ -160,7 +160,8 @@ class _IntervalTotals:
 
     def _add_transfer(self, decision: Decision, moved_bytes: int) -> None:
         """Add the KV transfer that was planned for a request, with its predicted tokens, bytes and seconds."""
-        transfer, sums = decision.transfer, self._sums
+        sums = self._sums
+        transfer = decision.transfer
         if transfer is None:
             sums["computed_locally"] += decision.most_cached is not None
             return

@@ -130,10 +130,7 @@ class WorkerListRoutes:
 
 
 def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """Return a row for each group of workers that can exchange KV blocks: which give KV, which take it, and problems.
-
-    Only workers that can get requests now count. `problem`: why no KV can move in the group; empty if some can.
-    """
+    """Return a row for each group of workers that can exchange KV: which give it, which take it, and why none moves."""
     workers_by_group: dict[str, list[Worker]] = {}
     for worker in workers:
         if worker.spec.transfer.group:
@@ -144,12 +141,12 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
         sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
         destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
         transfer = members[0].spec.transfer
-        problem = ""
-        missing_role = ""
-        if not sources or not destinations:
-            missing_role = DECODE_ROLE if sources else PREFILL_ROLE
-            effect = "requests are refused" if transfer.needs_partner else "each computes its prompts"
-            problem = f"no worker {'takes' if sources else 'gives'} KV: {effect}"
+        effect = "requests are refused" if transfer.needs_partner else "each computes its prompts"
+        problem, missing_role = "", ""
+        if not sources:
+            problem, missing_role = f"no worker gives KV: {effect}", PREFILL_ROLE
+        elif not destinations:
+            problem, missing_role = f"no worker takes KV: {effect}", DECODE_ROLE
         elif len({*sources, *destinations}) == 1:
             problem = "only one worker is available"
         rows.append({

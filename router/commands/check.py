@@ -87,7 +87,9 @@ class WorkerCheck:
     def __init__(
         self, flag: WorkerFlag, session: aiohttp.ClientSession, tokenizers: ModelTokenizers, headers: dict[str, str]
     ) -> None:
-        self._flag, self._session, self._tokenizers = flag, session, tokenizers
+        self._flag = flag
+        self._session = session
+        self._tokenizers = tokenizers
         self._headers = headers if flag.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
         self._facts: WorkerFacts
@@ -99,10 +101,7 @@ class WorkerCheck:
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
     async def run(self) -> AsyncIterator[Finding]:
-        """Check the worker step by step: its address, its tokenizer and chat template, then requests and their events.
-
-        Yields the finding of each step. Ends early if no worker answers at the address.
-        """
+        """Check the worker step by step, and yield the finding of each step. Ends early if no worker answers."""
         address_finding = await self._check_address()
         yield address_finding
         if not address_finding.is_ok:

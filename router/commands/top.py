@@ -86,10 +86,7 @@ def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_
 
 
 def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
-    """Return one line on the whole router: its health, its load, and the prompt tokens found in caches per second.
-
-    `previous_page`: page of `interval_s` seconds ago; None: show no rates.
-    """
+    """Return one line on the whole router: its health, its load, and the prompt tokens found in caches per second."""
     count_by_state = Counter(row["state"] for row in page["workers"])
     state_counts = ", ".join(f"{count} {state}" for state, count in count_by_state.items())
     troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in page["workers"])

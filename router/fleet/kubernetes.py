@@ -103,10 +103,7 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 
 
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
-    """Report the addresses of the pods that an InferencePool selects, until cancelled.
-
-    The pool is read every POOL_S. When it selects other pods than before, a new watch replaces the old one.
-    """
+    """Report the addresses of the pods that an InferencePool selects, which is read every POOL_S, until cancelled."""
     pool_path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     pods_path = f"/api/v1/namespaces/{namespace}/pods"
     selection: PoolSelection | None = None

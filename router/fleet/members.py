@@ -1,8 +1,7 @@
 """The workers of a router: probed until they answer, checked while they serve, added and removed at run time.
 
 There is one task for each worker. It turns what the prober finds into calls of the core (add, up, down) and of the
-event feed (follow, forget). Failures of requests go to the core directly; here they only make the next check come
-sooner.
+event feed (follow, forget). Failures of requests go to the core directly, and only hasten the next check here.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ class _Member:
 
 
 class Fleet:
-    """All workers of this router: adds and removes them, and has one task for each that probes and checks it.
-
-    What a task finds is passed on to the core, which routes, and to the feed, which reads cache events.
-    """
+    """All workers of this router: adds and removes them, and has one task for each that probes and checks it."""
 
     def __init__(
         self,
@@ -231,10 +227,7 @@ class Fleet:
         return self._count_starting_workers()
 
     def _count_starting_workers(self) -> int:
-        """Return how many workers may still be loading a model: those that are new and were never reached.
-
-        If no worker was ever reached, older ones count too.
-        """
+        """Return how many workers may still be loading a model: new ones, or all while none was ever reached."""
         reached_workers = self._core.workers
         unreached = [member for worker_id, member in self._members.items() if worker_id not in reached_workers]
         if not reached_workers:

@@ -112,7 +112,7 @@ class PeerLoads:
     """Makes the messages that tell other routers this router's load, and applies those that come from them."""
 
     def __init__(self, tracker: LoadTracker, router: str, *, heartbeat_s: float = 0.5, expire_s: float = 2.0) -> None:
-        """`tracker` counts the load. `router` is this router's name, unique among the peers.
+        """`tracker` counts the load. `router`: name of this router, unique among the peers.
 
         `heartbeat_s`: time between two full messages. `expire_s`: silence after which a router's load is dropped.
         """
@@ -287,10 +287,7 @@ class PeerSockets:
         return sorted(endpoints)
 
     def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
-        """Apply the messages of other routers and publish changes of this one's load. Never waits.
-
-        It is called every few milliseconds, and reads at most `messages_max` messages at a call.
-        """
+        """Apply the messages of other routers and publish changes of this router's load, without waiting."""
         received_bytes = 0
         for _ in range(messages_max):
             try:

@@ -36,8 +36,8 @@ EVICTIONS_MIN, HELD_SHARE_MIN = 8, 0.5
 class ObservedCapacity:
     """Estimate of a cache's capacity from its events: the most tokens that it ever held, once it seems to be full.
 
-    A cache seems full after EVICTIONS_MIN batches of events that both remove and store blocks. Batches that only remove
-    do not count. If removals leave less than half of the peak, they were not for room, and the count starts again.
+    That is after EVICTIONS_MIN batches of events that both remove and store blocks. If removals leave less than half of
+    the peak, they were not for room, and the count starts again.
     """
 
     most_tokens: int = 0
