@@ -25,7 +25,6 @@ class AttentionPlan:
         self, query_starts: IntArray, context_lens: IntArray, block_table: IntArray, layout: Layout, bf16: bool,
         window: int | None,
     ) -> None: ...  # fmt: skip
-    def shared(self) -> list[tuple[int, int]]: ...
     def attend(
         self, buffer: int, layer: int, q: int, q_stride: int, heads: int, k: int, k_stride: int, v: int, v_stride: int,
         out: int, scale: float, threads: int, /,

@@ -230,34 +230,9 @@ def test_long_contexts_lose_nothing(ops, rng):
     assert relative_error(output, torch.full_like(output, 0.75)) < 1e-5
 
 
-def plan_of(tables: list[list[int]], lens: list[int], window: int | None = None) -> _native.AttentionPlan:
-    """All decode; blocks of 16 tokens."""
-    kv = PagedKV(torch.zeros(2000 * 512), 512, 1, 16, 1, 1, 16)
-    width = max(map(len, tables))
-    table = np.array([[*row, *[0] * (width - len(row))] for row in tables])
-    return CpuKernels(CPU).plan_attention(
-        RaggedBatch.from_positions([n - 1 for n in lens], lens), make_block_table(table, kv), kv, window
-    )
-
-
-def test_which_prefixes_are_attended_once():
-    """What is left out saves less than what is taken: tokens that all but one of a group need not look at."""
-    a, b, other = list(range(80)), list(range(100, 170)), list(range(200, 270))
-    assert plan_of([a, a[:70] + b, a], [1280, 1200, 1280]).shared() == [(1088, 3)]
-    assert plan_of([a + b + b[:9], a[:70] + b, a + b + other], [2401, 1200, 2401]).shared() == [(2368, 2)]
-    assert plan_of([a, b], [1280, 1100]).shared() == []
-    assert plan_of([a[:64] + b, a[:64] + other], [1040, 1040]).shared() == [(1024, 2)]
-    assert plan_of([a[:63] + b, a[:63] + other], [1040, 1040]).shared() == []
-    assert plan_of([a, a], [1024, 1280]).shared() == []  # the first one's last token is its own
-    assert plan_of([a, a], [1280, 1280], window=1200).shared() == []
-    both = [a + b[:9], other + b[:9], a + b[9:20], other + b[20:25], a + b[30:31]]
-    lens = [1281, 1121, 1281, 1121, 1281]
-    assert sorted(plan_of(both, lens).shared()) == [(1088, 2), (1280, 3)]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
-def test_shared_prefixes_in_threads(ops, dtype, rng, threads):
+def test_many_sequences_with_one_prefix_in_threads(ops, dtype, rng, threads):
     torch.set_num_threads(threads)
     try:
         kv, table = filled_pool(rng, dtype, [2100] * 40, 16, 1, 1, 2, 64)

@@ -277,17 +277,17 @@ void advance_rows(const Rows& rows, i64 row, i64 start, const float* keys, const
     multiply_block<T>(weights, kTile / kDepth<T>, values, dim, shrink, rows.sums + row * dim);
 }
 
-// What a block of rows attends to, and where its queries are. scratch: see `span_scratch_floats`.
-template <class T, class Token, class Done>
-ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 head, i64 position, i64 queries, i64 seen,
-                               i64 window, float* scratch, Token token_of, Done done) {
-    const i64 group = a.heads / a.kv_heads, dim = a.dim, width = a.kv_heads * dim, count = queries * group;
+// Attends the queries [begin, end) of a span, for one KV head. scratch: see `span_scratch_floats`.
+template <class T>
+void attend_span(const Attention& a, const Span& span, i64 head, i64 begin, i64 end, float* scratch) {
+    const i64 group = a.heads / a.kv_heads, dim = a.dim, width = a.kv_heads * dim, count = (end - begin) * group;
+    const i64 token = span.token + begin, position = span.position + begin, seen = span.position + end;
     const i64 padded = (count + kQueryRows<T> - 1) / kQueryRows<T> * kQueryRows<T>, steps = steps_of<T>(dim);
     // Whole cache lines: a load of two at once takes twice as long.
     float* const keys = reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) / 64 * 64);
     float* const values = keys + kTile * dim;
     float* const nothing = values + kTile * dim;
-    const Rows rows{count, group, position, window, nothing + dim, nothing + dim + padded * dim,
+    const Rows rows{count, group, position, span.window, nothing + dim, nothing + dim + padded * dim,
                     nothing + dim + 2 * padded * dim, nothing + dim + 2 * padded * dim + padded};
 #ifdef __AMX_BF16__
     if constexpr (kTiles<T>) configure_tiles();
@@ -297,7 +297,7 @@ ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 he
     for (i64 i = 0; i < padded * kLanes; ++i) rows.total[i] = 0;
     for (i64 i = 0; i < padded; ++i) rows.most[i] = kMinusInfinity;
     for (i64 row = 0; row < padded; ++row) {
-        const T* asked = row < count ? static_cast<const T*>(a.q) + token_of(row / group) * a.q_stride +
+        const T* asked = row < count ? static_cast<const T*>(a.q) + (token + row / group) * a.q_stride +
                                            (head * group + row % group) * dim
                                      : nullptr;
         for (i64 d = 0; d < steps; d += kLanes) {
@@ -305,13 +305,13 @@ ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 he
         }
     }
     const T *k = static_cast<const T*>(a.k) + head * dim, *v = static_cast<const T*>(a.v) + head * dim;
-    const i64 first = window ? position + 1 - window : 0;
+    const i64 first = span.window ? position + 1 - span.window : 0;
     for (i64 start = first > 0 ? first / kTile * kTile : 0; start < seen; start += kTile) {
         const T *key_rows[kTile], *value_rows[kTile];
         for (i64 t = 0; t < kTile; ++t) {
             const i64 at = start + t;
             const bool there = at < seen && at >= first;  // nothing else is read, whatever lies there
-            const i64 place = there ? (block_rows[at / a.block_size] + at % a.block_size) * width : 0;
+            const i64 place = there ? (span.block_rows[at / a.block_size] + at % a.block_size) * width : 0;
             key_rows[t] = there ? k + place : reinterpret_cast<const T*>(nothing);
             value_rows[t] = there ? v + place : reinterpret_cast<const T*>(nothing);
             fetch(value_rows[t], dim);
@@ -326,34 +326,10 @@ ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 he
     if constexpr (kTiles<T>) _tile_release();
 #endif
     for (i64 row = 0; row < count; ++row) {
-        done(row / group, head * group + row % group, rows.sums + row * dim, sum(load(rows.total + row * kLanes)),
-             rows.most[row]);
+        T* out = static_cast<T*>(a.out) + ((token + row / group) * a.heads + head * group + row % group) * dim;
+        const float total = sum(load(rows.total + row * kLanes));
+        for (i64 d = 0; d < dim; d += kLanes) store(out + d, load(rows.sums + row * dim + d) / total);
     }
-}
-
-// The queries [begin, end) of a span, for one KV head.
-template <class T>
-void attend_span(const Attention& a, const Span& span, i64 head, i64 begin, i64 end, float* scratch) {
-    attend_rows<T>(
-        a, span.block_rows, head, span.position + begin, end - begin, span.position + end, span.window, scratch,
-        [&](i64 query) { return span.token + begin + query; },
-        [&](i64 query, i64 at, const float* sums, float total, float) {
-            T* out = static_cast<T*>(a.out) + ((span.token + begin + query) * a.heads + at) * a.dim;
-            for (i64 d = 0; d < a.dim; d += kLanes) store(out + d, load(sums + d) / total);
-        });
-}
-
-// The queries [begin, end) that share a prefix, for one KV head. They stand behind all of it.
-template <class T>
-void attend_shared(const Attention& a, const Shared& shared, i64 head, i64 begin, i64 end, float* scratch) {
-    attend_rows<T>(
-        a, shared.block_rows, head, shared.length, end - begin, shared.length, 0, scratch,
-        [&](i64 query) { return shared.tokens[begin + query]; },
-        [&](i64 query, i64 at, const float* sums, float total, float most) {
-            float* part = a.parts + ((shared.part + begin + query) * a.heads + at) * (a.dim + 2);
-            for (i64 d = 0; d < a.dim; ++d) part[d] = sums[d];
-            part[a.dim] = total, part[a.dim + 1] = most;
-        });
 }
 
 }  // namespace

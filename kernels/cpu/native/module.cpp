@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <system_error>
@@ -39,9 +38,6 @@ using Table = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>
 
 constexpr i64 kThreadMultiplications = 4'000'000;  // below that, starting a thread costs more than it gains
 constexpr i64 kThreadWeights = 500'000;  // the same of a matrix, which is read whole however few its rows of x
-
-constexpr i64 kSharedTokens = 1024;  // a prefix of fewer is attended by each sequence itself
-constexpr std::size_t kSharers = 2;  // at least
 
 #ifdef BLOCKCAST_AMX_VARIANT
 // Whether the CPU has AMX and the kernel lets this process, with all its threads, use tiles.
@@ -160,13 +156,12 @@ public:
                 spans_.push_back(Span{starts[i], nullptr, lens[i] - count, count, window.value_or(0)});
             } else {
                 queries_from.push_back(rows_.size());
-                queries_.push_back(Query{starts[i], nullptr, lens[i] - seen, lens[i], std::nullopt});
+                queries_.push_back(Query{starts[i], nullptr, lens[i] - seen, lens[i]});
             }
             for (i64 block = 0; block < blocks; ++block) rows_.push_back(checked(table[block]));
         }
         for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + queries_from[i];
         for (std::size_t i = 0; i < spans_.size(); ++i) spans_[i].block_rows = rows_.data() + spans_from[i];
-        if (!window) share();
     }
 
     // Stores k and v of the whole batch, then attends.
@@ -181,20 +176,10 @@ public:
         char* const values = keys + layout_.block_size * row;
         store(keys, at<const char>(k), k_stride * item, row);
         store(values, at<const char>(v), v_stride * item, row);
-        std::vector<float> parts(sharers_.size() * static_cast<std::size_t>(heads * (layout_.dim + 2)));
         const Attention attention{at<const void>(q), keys, values, at<void>(out), q_stride, heads, layout_.kv_heads,
-                                  layout_.dim, layout_.block_size, scale, parts.data()};
+                                  layout_.dim, layout_.block_size, scale};
         const i64 useful = std::min<i64>(threads, attended_ * heads * layout_.dim * 2 / kThreadMultiplications);
-        const int used = static_cast<int>(std::max<i64>(useful, 1));
-        if (!shared_.empty()) run_shared(attention, used);
-        run(attention, used);
-    }
-
-    // (tokens, sequences) of each prefix that is attended once.
-    std::vector<std::pair<i64, i64>> shared() const {
-        std::vector<std::pair<i64, i64>> found;
-        for (const Shared& shared : shared_) found.emplace_back(shared.length, shared.count);
-        return found;
+        run(attention, static_cast<int>(std::max<i64>(useful, 1)));
     }
 
 private:
@@ -216,73 +201,6 @@ private:
         for (std::size_t i = 0; i < slots_.size(); ++i) {
             std::memcpy(rows + slots_[i] * row, from + static_cast<i64>(i) * stride, static_cast<std::size_t>(row));
         }
-    }
-
-    // Whole tiles of blocks that two queries' sequences begin with, in tokens; 0 where these are too few.
-    i64 common(const Query& one, const Query& other) const {
-        const i64 most = (std::min(one.end, other.end) - 1) / kTile * kTile, blocks = most / layout_.block_size;
-        const i64 same = std::mismatch(one.block_rows, one.block_rows + blocks, other.block_rows).first - one.block_rows;
-        const i64 length = same * layout_.block_size / kTile * kTile;
-        return length < kSharedTokens ? 0 : length;
-    }
-
-    // Finds the prefixes that are worth attending once. In the order of their blocks, those that share most stand side by side;
-    // of all runs of neighbours the one that saves most is taken, then the next one of those that are left.
-    void share() {
-        std::vector<std::size_t> order;
-        for (std::size_t i = 0; i < queries_.size(); ++i) {
-            if (queries_[i].end > kSharedTokens) order.push_back(i);
-        }
-        if (order.size() < kSharers) return;
-        std::sort(order.begin(), order.end(), [&](std::size_t one, std::size_t other) {
-            const Query &a = queries_[one], &b = queries_[other];
-            return std::lexicographical_compare(a.block_rows, a.block_rows + a.end / layout_.block_size, b.block_rows,
-                                                b.block_rows + b.end / layout_.block_size);
-        });
-        std::vector<i64> runs(order.size(), 0);  // what each shares with the one before it
-        for (std::size_t i = 1; i < order.size(); ++i) runs[i] = common(queries_[order[i - 1]], queries_[order[i]]);
-        while (true) {
-            i64 saved = 0, length = 0;
-            std::size_t begin = 0, end = 0;
-            for (std::size_t i = 0; i < runs.size(); ++i) {
-                i64 least = std::numeric_limits<i64>::max();
-                for (std::size_t j = i + 1; j < runs.size() && runs[j] > 0; ++j) {
-                    least = std::min(least, runs[j]);
-                    const i64 here = least * static_cast<i64>(j - i);
-                    if (j - i + 1 >= kSharers && here > saved) saved = here, length = least, begin = i, end = j + 1;
-                }
-            }
-            if (saved == 0) break;
-            shared_.push_back(Shared{nullptr, queries_[order[begin]].block_rows, length, static_cast<i64>(end - begin),
-                                     static_cast<i64>(sharers_.size())});
-            for (std::size_t i = begin; i < end; ++i) {
-                Query& query = queries_[order[i]];
-                query.part = static_cast<i64>(sharers_.size());
-                query.first = length;
-                sharers_.push_back(query.token);
-                runs[i] = 0;
-            }
-            if (end < runs.size()) runs[end] = 0;
-        }
-        for (Shared& shared : shared_) shared.tokens = sharers_.data() + shared.part;
-    }
-
-    // What queries share, before they go on from there.
-    void run_shared(const Attention& attention, int threads) const {
-        const i64 group = attention.heads / layout_.kv_heads, some = span_queries(group);
-        std::vector<std::pair<const Shared*, i64>> parts;
-        for (const Shared& shared : shared_) {
-            for (i64 begin = 0; begin < shared.count; begin += some) parts.emplace_back(&shared, begin);
-        }
-        std::atomic<i64> next{0};
-        in_threads(threads, [&] {
-            const auto scratch = allocate_scratch(span_scratch_floats(group, layout_.dim));
-            for (i64 i = next++; i < static_cast<i64>(parts.size()) * layout_.kv_heads; i = next++) {
-                const auto [shared, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
-                const i64 end = std::min(begin + some, shared->count);
-                ops(bf16_).attend_shared(attention, *shared, i % layout_.kv_heads, begin, end, scratch.get());
-            }
-        });
     }
 
     // An item of work is a KV head of some queries of a span, the longest ones first, or of a single query; taken by
@@ -324,8 +242,6 @@ private:
     std::vector<i64> rows_;   // row of each block, sequence after sequence
     std::vector<Query> queries_;
     std::vector<Span> spans_;
-    std::vector<Shared> shared_;
-    std::vector<i64> sharers_;  // tokens of the queries of each, one after the other
     i64 attended_ = 0;
 };
 
@@ -369,7 +285,6 @@ NB_MODULE(_native, module) {
         .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>>(),
              nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
              nb::arg("bf16"), nb::arg("window").none())
-        .def("shared", &AttentionPlan::shared)
         .def("attend", &AttentionPlan::attend);
 
     module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,

@@ -154,10 +154,9 @@ void attend(const Attention& a, const Query& query, const Query* next, i64 head,
     const Heads state{q, sums, most, most + count, most + 2 * count};
     for (i64 i = 0; i < count * a.dim; i += kLanes) store(q + i, load(asked + i) * (a.scale * kLog2E));
     for (i64 i = 0; i < count; ++i) {
-        const float* part = query.part ? a.parts + (*query.part * a.heads + head * group + i) * (a.dim + 2) : nullptr;
-        for (i64 d = 0; d < a.dim; d += kLanes) store(sums + i * a.dim + d, part ? load(part + d) : Floats{});
-        state.total[i] = part ? part[a.dim] : 0;
-        state.most[i] = part ? part[a.dim + 1] : kMinusInfinity;
+        for (i64 d = 0; d < a.dim; d += kLanes) store(sums + i * a.dim + d, Floats{});
+        state.total[i] = 0;
+        state.most[i] = kMinusInfinity;
     }
     const T *k = static_cast<const T*>(a.k) + head * a.dim, *v = static_cast<const T*>(a.v) + head * a.dim;
     Tile tile = tile_of(query, query.first, a.block_size, row);
@@ -260,7 +259,7 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
 
 template <class T>
 constexpr Ops ops_of() {
-    Ops ops{attend<T>, attend_span<T>, attend_shared<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr, nullptr};
+    Ops ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr, nullptr};
 #ifdef __AVX2__
     if (sizeof(T) == sizeof(Bf16)) ops.pack_matrix = pack_matrix, ops.product = product;
 #endif

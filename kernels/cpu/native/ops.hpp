@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 namespace blockcast {
 
@@ -14,7 +13,6 @@ struct Query {
     i64 token;              // in the batch
     const i64* block_rows;  // token row of the first K of each block of the sequence, in the layer 0
     i64 first, end;
-    std::optional<i64> part;  // place in `Attention::parts` of what was attended before `first`
 };
 
 // Many queries of one sequence: a chunk of a prompt.
@@ -25,15 +23,6 @@ struct Span {
     i64 window;             // a query sees the last so many positions, itself included; 0: all
 };
 
-// Single queries of several sequences that begin with the same blocks: what they share is attended for all of them, and each
-// goes on from there by itself.
-struct Shared {
-    const i64* tokens;      // in the batch
-    const i64* block_rows;  // as above
-    i64 length, count;      // positions [0, length) are shared, whole tiles; queries
-    i64 part;               // place of the first of them in `Attention::parts`
-};
-
 // Elements, not bytes, throughout.
 struct Attention {
     const void *q, *k, *v;  // k and v: the cache's layer
@@ -41,7 +30,6 @@ struct Attention {
     i64 q_stride;           // from token to token
     i64 heads, kv_heads, dim, block_size;
     float scale;
-    float* parts;  // [parts, heads, dim + 2]: sums, their weights' total and largest score, of `Shared` prefixes
 };
 
 struct Norm {
@@ -81,8 +69,6 @@ struct Ops {
     void (*attend)(const Attention&, const Query&, const Query* next, i64 head, i64 head_end, float* scratch);
     // The queries [begin, end) of a span for one KV head. `scratch`: see `span_scratch_floats`.
     void (*attend_span)(const Attention&, const Span&, i64 head, i64 begin, i64 end, float* scratch);
-    // The same of queries that share a prefix; what comes of it goes to `Attention::parts`.
-    void (*attend_shared)(const Attention&, const Shared&, i64 head, i64 begin, i64 end, float* scratch);
     void (*norm)(const Norm&);
     void (*rotate)(const Rotation&);
     void (*silu_and_mul)(const void* x, void* out, i64 tokens, i64 size);  // x: [tokens, 2 * size]
