@@ -219,7 +219,7 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
     with report_errors() as out:
         if re.match(NAME_PATTERN, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
-        spec = make_fleet_spec(name, model, flags, options)  # before the connection, for its errors
+        spec = make_fleet_spec(name, model, flags, options)  # first, so that mistakes are reported at once
         _connect(options["address"])
         from fleet.directory import create_directory
 

@@ -151,7 +151,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         worker_id = _get_worker_id(replica)
         prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
         has_metrics_page = "url" in (self._get_worker_settings(replica) or {})
-        if has_metrics_page:  # the router will soon read of the request there
+        if has_metrics_page:  # the router will soon read of the request there, and include it in its prices
             unpriced_until_s = now + METRICS_DELAY_S
         else:  # the replica is assumed to prefill one request after the other
             ends_s = [sent.unpriced_until_s for sent in self._sent_requests.values() if sent.worker_id == worker_id]

@@ -126,8 +126,9 @@ class IndexFeed:
         """Read a worker's cache events from `sources`, one stream for each data-parallel rank.
 
         The blocks of `sources[rank]` go to the entry `holders[rank]` of the index. The worker's earlier streams go on
-        if addresses and holders are the same, and are replaced otherwise. `snapshots`: by rank, another router's state
-        to start from, if the worker's replay confirms it. `blocks_max`: most blocks that a rank may announce.
+        if addresses and holders are the same, and are replaced otherwise. `snapshots`: by rank, a copy of another
+        router's index to start from, if the events that the worker repeats (its replay) fit to it. `blocks_max`: most
+        blocks that a rank may announce.
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
         targets = list(zip(sources, holders))
@@ -138,7 +139,7 @@ class IndexFeed:
             return
         self._stop_streams(worker_id)
         for stream in old_streams:
-            self._clear_and_report(stream)  # the new stream starts from nothing and sends no Clear of its own
+            self._clear_and_report(stream)  # the new stream starts from nothing, without announcing that
         new_streams = self._streams_by_worker[worker_id] = []
         for rank, (source, holder) in enumerate(targets):
             stream = WorkerStream(

@@ -131,7 +131,7 @@ class PeerLoads:
         """Messages by outcome, for `/metrics`; `expired`: routers that were silent."""
 
     def next_message(self, now: float) -> bytes | None:
-        """Return the encoded message to publish now: changed targets, or everything once a heartbeat; None for none."""
+        """Return the message to publish now: load of changed targets (workers' ranks), or of all once a heartbeat."""
         tracker = self._tracker
         is_full = self._last_full_s is None or now - self._last_full_s >= self._heartbeat_s
         if not is_full and not tracker.changed_targets:
