@@ -55,9 +55,11 @@ class Router:
         return []
 
     def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
+        """Handle the first token of an answer."""
         return []
 
     def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Placements:
+        """Handle the end of an answer. `cached_tokens`: tokens of the prompt that the worker did not compute."""
         return []
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -108,19 +110,21 @@ class ClusterConfig:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Results of a run, by the index of the request in the workload."""
+    """Results of a simulated run. Requests have their index in the workload."""
 
     arrived_s_by_request: dict[int, float] = field(default_factory=dict)
     """Arrival times, on the run's clock."""
     ttft_s_by_request: dict[int, float] = field(default_factory=dict)
+    """Times from a request's arrival to its first token."""
     e2e_s_by_request: dict[int, float] = field(default_factory=dict)
+    """Times from a request's arrival to the end of its answer."""
     hit_tokens_by_request: dict[int, int] = field(default_factory=dict)
+    """Prompt tokens that were cached."""
     worker_by_request: dict[int, int] = field(default_factory=dict)
     prefilled_tokens_by_worker: list[int] = field(default_factory=list)
-    """Prefilled tokens of each worker."""
     preemption_count: int = 0
     moved_tokens: int = 0
-    """Number of tokens of KV that moved between workers."""
+    """Tokens of KV that moved between workers."""
     end_s: float = 0.0
     is_overloaded: bool = False
     """Whether the run was cut off because waiting grew without bound."""
@@ -143,7 +147,6 @@ class Cluster:
         self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (time, number, action). Of actions at one time, that with the lower number is first."""
         self._schedule_count = 0
-        """Number of actions that were scheduled so far."""
         self._followers_by_request: dict[int, list[SimRequest]] = {}
         """Requests that arrive some time after the answer to another request, by the index of that request."""
 

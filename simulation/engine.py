@@ -46,7 +46,7 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class SimSequence:
-    """A request in a simulated engine: it waits, its prompt is computed in chunks (prefill), then it decodes.
+    """A request in a simulated engine: it waits, its prompt is computed in chunks (prefill), then its answer (decode).
 
     A preempted request gives up its blocks and waits again, to be computed from the start. The tokens that it has
     generated are then prefilled with its prompt.
@@ -60,8 +60,7 @@ class SimSequence:
     remaining_tokens: int = 0
     """Tokens to generate after the prefill."""
     computed_tokens: int = 0
-    """Tokens of the prefill that are computed, or were cached; while the request waits, those that were cached when it
-    came."""
+    """Tokens of the prefill that are computed or were cached."""
     computed_before_arrival: int = 0
     """Prompt tokens of any requests that the engine had computed, or could have computed, when this one came."""
     hit_blocks: int = 0
@@ -69,7 +68,7 @@ class SimSequence:
     moved_tokens: int = 0
     """Tokens of the prompt with KV that came from the worker which computed them."""
     on_prefilled: Callable[[], None] | None = None
-    """Called after the prefill in place of a report, if another worker computes the answer."""
+    """Called after the prefill if another worker computes the answer; the request is then not reported."""
     registered_blocks: int = 0
     """Leading blocks of the prompt that the cache has under their ids: cached, or computed to their end."""
     reserved_blocks: int = 0
@@ -234,7 +233,7 @@ class SimWorker:
     def _start_step(self, now: float) -> None:
         """Plan the next step, or run of decode-only steps, and set `wake_s` to its end; None without work."""
         if self.limits.is_preemptive:
-            self._count_generated_blocks()
+            self._preempt_until_step_fits()
         self._plan_chunks()
         self._unused_prefill_tokens = self._count_unused_prefill_tokens()
         if self._chunks:
@@ -418,8 +417,8 @@ class SimWorker:
         self.cache.unnamed_blocks += block_count - self._generated_blocks
         self._generated_blocks = block_count
 
-    def _count_generated_blocks(self) -> None:
-        """Count the blocks of generated tokens; preempt the youngest sequences until the next step has blocks."""
+    def _preempt_until_step_fits(self) -> None:
+        """Preempt the youngest sequences until the tokens that the next step generates have room in free blocks."""
         self._set_generated_blocks(self._generated_tokens // self.block_size)
         if self.cache.capacity is None:
             return

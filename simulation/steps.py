@@ -20,9 +20,10 @@ Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of an engine's prefill and steps, in seconds. docs/reference/price.md has their places in the price.
+    """Times of an engine in seconds, from which the time of any work is predicted.
 
-    A router has them as settings: the prior from which it learns the times of a worker.
+    A step computes one token of each decoding request, and chunks of prompts (prefill). A router has these times as
+    settings: the prior from which it learns the times of a worker.
     """
 
     prefill_s_per_token: Annotated[Positive, "Seconds to prefill one token at an empty context."] = 1e-4
@@ -53,7 +54,7 @@ class StepTimes:
         growth = self.decode_context_s * sequence_count / 2.0
         linear = first_step_s - growth
         step_count = elapsed_s / first_step_s
-        if growth > 0.0:
+        if growth > 0.0:  # n steps take growth * n^2 + linear * n seconds, as contexts grow
             step_count = (math.sqrt(linear * linear + 4.0 * growth * elapsed_s) - linear) / (2.0 * growth)
         return max(1, math.ceil(step_count + 1e-9))
 

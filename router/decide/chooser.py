@@ -28,7 +28,6 @@ from router.decide.policy import (
 )
 from router.decide.price import (
     Candidate,
-    PoolLoad,
     RequestFacts,
     TransferPlan,
     compute_congestion,
@@ -179,7 +178,8 @@ class Chooser:
         facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay)
         facts.can_move_prefill = can_move_prefill
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
-        self._set_congestion(facts, pool_load, shortlist, queued_s)
+        shortest_wait_s, config = find_shortest_wait_s(shortlist, now), self._cost_config
+        facts.congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, config)
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
@@ -196,16 +196,6 @@ class Chooser:
         self._add_plans(explained_choice, plans)
         explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
         return explained_choice
-
-    def _set_congestion(self, facts: RequestFacts, pool_load: PoolLoad, targets: list[Target], queued_s: float) -> None:
-        """Set how much a second of new prefill costs later requests, by the load of the pool and of these targets."""
-        facts.congestion = compute_congestion(
-            pool_load,
-            find_shortest_wait_s(targets, facts.now),
-            queued_s,
-            facts.utilisation_decay,
-            self._cost_config,
-        )
 
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         """Return a request's prompt, prepared for look-ups in the prefix index; None if it was not tokenised."""

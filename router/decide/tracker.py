@@ -158,14 +158,7 @@ class LoadTracker:
             send_index=queue.next_send_index,
             source=plan.source if plan else None,
         )
-
-        # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
-        queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
-        wait_s = max(plan.arrival_s if plan else 0.0, target.slowdown * queue_s)
-        request.expected_ttft_s = wait_s + target.slowdown * request.prefill_s
-        if not is_streaming:
-            self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
-
+        self._predict_first_token(request, candidate, now)
         self._mark_changed(target)
         if plan is None:
             queue.add(request, find_awaited_request(candidate))
@@ -177,6 +170,16 @@ class LoadTracker:
         target.recompute()
         self._add_utilisation(target, request.prefill_s, now, arrivals=1)
         return request
+
+    def _predict_first_token(self, request: InFlightRequest, candidate: Candidate, now: float) -> None:
+        """Set the expected time to the first token of a new request. If it does not stream, it decodes from then on."""
+        slowdown, arrival_s = request.target.slowdown, candidate.plan.arrival_s if candidate.plan else 0.0
+        queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
+        # The target computes earlier prompts while KV comes from another worker, so the longer of the two waits counts.
+        wait_s = max(arrival_s, slowdown * queue_s)
+        request.expected_ttft_s = wait_s + slowdown * request.prefill_s
+        if not request.is_streaming:
+            self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
         """Record the first token of a request; return False if it was recorded before."""

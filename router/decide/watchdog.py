@@ -91,22 +91,22 @@ class _WorkerAlarms:
 
     def __init__(self) -> None:
         self.prompt_lengths = _DeviationAlarm(
-            "prompt_tokens",
-            0.25,
-            "{part} of {count} prompts have another length than the worker says: its chat template or tokenizer "
-            "differs from the router's",
+            name="prompt_tokens",
+            share_max=0.25,
+            message_template="{part} of {count} prompts have another length than the worker says: its chat template or "
+            "tokenizer differs from the router's",
         )
         self.cached_tokens = _DeviationAlarm(
-            "cached_tokens",
-            0.5,
-            "{percent} % of the cached tokens of {count} requests were predicted wrongly: other tokens, another salt, "
-            "or lost events",
+            name="cached_tokens",
+            share_max=0.5,
+            message_template="{percent} % of the cached tokens of {count} requests were predicted wrongly: other "
+            "tokens, another salt, or lost events",
         )
         self.missing_tokens = _DeviationAlarm(
-            "promised",
-            0.1,
-            "{part} tokens of {count} requests were predicted to be cached and were not, {percent} % of their tokens: "
-            "its cache is too small for what it gets",
+            name="promised",
+            share_max=0.1,
+            message_template="{part} tokens of {count} requests were predicted to be cached and were not, {percent} % "
+            "of their tokens: its cache is too small for what it gets",
         )
         self.unannounced_requests = 0
         """Requests since the last announced block that filled or reused a block without an event about that block."""
@@ -114,14 +114,14 @@ class _WorkerAlarms:
         """Number of blocks that the worker's events have announced, at the last check."""
 
     def compare_cached_tokens(self, predicted_tokens: int, reported_tokens: int, prompt_tokens: int) -> None:
-        """Add the predicted and the reported cached tokens of a prompt."""
+        """Add the predicted and the reported cached tokens of a prompt of `prompt_tokens` tokens."""
         if predicted_tokens or reported_tokens:
             wrong_tokens = abs(predicted_tokens - reported_tokens)
             self.cached_tokens.add_request(wrong_tokens, max(predicted_tokens, reported_tokens))
         self.missing_tokens.add_request(max(predicted_tokens - reported_tokens, 0), prompt_tokens)
 
     def update_announced_blocks(self, announced_blocks: int) -> None:
-        """Start to count unannounced requests anew if the worker has announced blocks since the last call."""
+        """Count unannounced requests from zero again if the worker has announced blocks since the last call."""
         if announced_blocks != self.announced_blocks:
             self.announced_blocks = announced_blocks
             self.unannounced_requests = 0
@@ -181,7 +181,8 @@ class Watchdog:
                 has_reused_block = known_cached_tokens > resident_tokens
         uncached_tokens = 0 if prompt_length is None else prompt_length - known_cached_tokens
         has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
-        if has_new_block or has_reused_block:  # events announce such blocks, if the worker publishes any
+        # The worker has blocks of which the router did not know. If it publishes events, they have announced blocks.
+        if has_new_block or has_reused_block:
             alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
             alarms.unannounced_requests += 1
 

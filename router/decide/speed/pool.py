@@ -60,13 +60,11 @@ class PoolSpeed:
         self.observation_count = 0
         """Number of all intervals so far."""
 
-        # Ratios of the actual times to the prior's.
+        # Ratios of the actual times to the prior's: one that is assumed, and those learned.
         self._prior_ratio = 1.0
         """Ratio that is assumed; it is raised while no answer has come and prompts are overdue."""
         self._prefill_ratio = 1.0
-        """Learned ratio for prefill."""
         self._step_ratio = 1.0
-        """Learned ratio for steps."""
 
     @property
     def is_unmeasured(self) -> bool:
@@ -207,7 +205,6 @@ class Speed:
         """
         self.service = service
         self.step_tokens = service.step_tokens
-        """Most tokens of one step."""
         self.prefill_rate = service.prefill_s_per_token
         """Seconds of prefill for one token at an empty context."""
         self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
