@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def select_kernels(device: torch.device | str, backend: str = "auto") -> ReferenceKernels:
-    """Return the attention kernels of a backend for a device.
+    """Return the named implementation of a model's operations (attention, norms, sampling and others) for a device.
 
-    `auto` and `torch` stand for other backends. `auto` is the fastest of those installed on CUDA, `triton` or
-    `flash-attn`, and `torch` elsewhere. `torch` is `cpu` on a CPU if that is installed, else `reference`.
+    On CUDA, `auto` means the fastest installed backend, `triton` or `flash-attn`; on other devices it means `torch`.
+    `torch` means `cpu` on a CPU if that backend is installed, and otherwise `reference`.
     Raises ValueError if a backend is unknown, is not installed, or cannot run on the device.
     """
     device = torch.device(device)
@@ -46,7 +46,7 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Referen
 
 
 def _choose_torch_backend(device: torch.device) -> str:
-    """Return the backend of plain torch for a device. Warns if it is slow there."""
+    """Return the name of the backend that "torch" stands for on a device. Logs a warning if that backend is slow."""
     if device.type != "cpu":
         log.warning(
             "attention backend 'torch' on %s is for comparison, not for serving: sequences are computed one at a "
@@ -73,7 +73,7 @@ def _make_cpu_kernels(device: torch.device) -> ReferenceKernels:
 
 
 def _make_triton_kernels(device: torch.device, backend: str) -> ReferenceKernels:
-    """Return the backend `triton`, or `flash-attn` on top of it. Raises ValueError if a package is missing."""
+    """Make the backend "triton" or "flash-attn", which extends it. Raises ValueError if a package is missing."""
     try:
         import triton  # noqa: F401
     except ImportError as error:

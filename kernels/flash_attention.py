@@ -54,10 +54,11 @@ def make_query_arguments(batch: RaggedBatch, plan: AttentionPlan) -> dict[str, A
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
-    """View K and V of a layer as overlapping pages, [pages, block_size, kv_heads, dim] each, without a copy.
+    """View K and V of a layer as the pages that FlashAttention-3 reads: [pages, block_size, kv_heads, dim] each.
 
-    Tables give the row of the pool at which each block begins in layer 0. For a block that begins at row r, page r of
-    the views has the block's K and V in this layer, which lie a constant number of rows after r.
+    The cache is an array of rows, each K or V of one token in one layer. A block table gives the row r at which a block
+    begins, with its K of layer 0. K and V of other layers lie a constant number of rows later, where the views begin.
+    So page r has the block's K or V of this layer, and the block table is the page table. Pages overlap; no copies.
     """
     first_k_row = layer * kv.rows_per_layer
     first_v_row = first_k_row + kv.block_size
@@ -72,10 +73,10 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class FlashAttention3:
-    """Computes the attention of prompts by FlashAttention-3, which reads K and V in the cache's pool, without a copy.
+    """Computes the attention of prompts by FlashAttention-3, which reads K and V where the paged cache has them.
 
-    FlashAttention-3 takes an array of pages, and the page numbers of each sequence. Here page r has the `block_size`
-    rows of the pool from row r on, so pages overlap, and a block that begins at row r is page r.
+    FlashAttention-3 takes an array of pages, and the page numbers of each sequence. The block tables of the cache serve
+    as page tables; see `view_overlapping_pages`.
     """
 
     def __init__(self) -> None:
@@ -83,11 +84,14 @@ class FlashAttention3:
         self._function = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
     def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
-        """Describe each prompt by its context length, [prompts], and its pages, [prompts, width]."""
-        first = batch.decode_count
+        """Return a function that computes the attention of the step's prompts in any layer.
+
+        FlashAttention-3 gets the context length of each prompt, [prompts], and its pages, [prompts, pages].
+        """
+        first_prompt = batch.decode_count  # decoding sequences come first in a batch
         arguments = make_query_arguments(batch, plan)
-        arguments["cache_seqlens"] = plan.context_lens[first:]
-        arguments["page_table"] = plan.block_table[:, first:].t().contiguous()
+        arguments["cache_seqlens"] = plan.context_lens[first_prompt:]
+        arguments["page_table"] = plan.block_table[:, first_prompt:].t().contiguous()
         return partial(self._attend, arguments)
 
     def _attend(self, arguments: dict[str, Any], q: Tensor, kv: PagedKV, layer: int, scale: float) -> Tensor:
@@ -97,9 +101,9 @@ class FlashAttention3:
 
 
 class FlashAttention2:
-    """Computes the attention of prompts by FlashAttention-2, which needs K and V of their contexts one after another.
+    """Computes the attention of prompts by FlashAttention-2, on a contiguous copy of K and V of their contexts.
 
-    So each layer copies them out of the pool.
+    FlashAttention-2 cannot read the small blocks of the paged cache, so each layer copies the contexts out of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,8 +112,8 @@ class FlashAttention2:
         self._device = device
 
     def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
-        """Find the rows of the prompts' contexts in the pool once a step, because every layer has the same ones."""
-        context_lens = batch.context_lens[batch.decode_count :]
+        """Return a function that computes the attention of the step's prompts in any layer: all use the same rows."""
+        context_lens = batch.context_lens[batch.decode_count :]  # decoding sequences come first in a batch
         context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
         arguments = make_query_arguments(batch, plan)
         arguments["cu_seqlens_k"] = copy_to_device(context_starts, self._device)
@@ -123,24 +127,23 @@ class FlashAttention2:
         """Copy K and V of all contexts in a layer, and attend to the copies. `context_rows`: K rows in layer 0."""
         k_rows = kv.view_rows()[layer * kv.rows_per_layer :]
         v_rows = k_rows[kv.block_size :]
-        k, v = (rows.index_select(0, context_rows).view(-1, kv.num_kv_heads, kv.head_dim) for rows in (k_rows, v_rows))
+        k = k_rows.index_select(0, context_rows).view(-1, kv.num_kv_heads, kv.head_dim)
+        v = v_rows.index_select(0, context_rows).view(-1, kv.num_kv_heads, kv.head_dim)
         out: Tensor = self._function(q, k, v, softmax_scale=scale, **arguments)
         return out
 
 
 def find_context_rows(batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> IntArray:
-    """Return the pool row of each token of the prompts' contexts, one prompt after another: its K in layer 0."""
-    first = batch.decode_count
-    context_lens = batch.context_lens[first:]
-    # Decodes may have contexts of many more blocks than any prompt.
-    blocks = table.host_blocks[table.table_rows[first:], : ceil_div(int(context_lens.max()), kv.block_size)]
+    """Return the row of the cache that holds each context token's K in layer 0, for one prompt after another."""
+    first_prompt = batch.decode_count
+    context_lens = batch.context_lens[first_prompt:]
+    block_count_max = ceil_div(int(context_lens.max()), kv.block_size)  # of prompts; decodes may have many more
+    blocks = table.host_blocks[table.table_rows[first_prompt:], :block_count_max]
     offsets = np.arange(kv.block_size)
-    return np.concatenate(
-        [
-            (block_rows[:, None] + offsets).reshape(-1)[:context_len]
-            for block_rows, context_len in zip(kv.compute_block_rows(blocks), context_lens.tolist())
-        ]
-    )
+    rows_by_prompt = []
+    for block_rows, context_len in zip(kv.compute_block_rows(blocks), context_lens.tolist()):
+        rows_by_prompt.append((block_rows[:, None] + offsets).reshape(-1)[:context_len])
+    return np.concatenate(rows_by_prompt)
 
 
 def make_prompt_attention(device: torch.device) -> PromptAttention:
@@ -152,7 +155,7 @@ def make_prompt_attention(device: torch.device) -> PromptAttention:
 
 
 class FlashAttentionKernels(TritonKernels):
-    """Computes the attention of prompts by FlashAttention, and the rest by Triton."""
+    """Backend that computes the attention of prompts by FlashAttention, and all other operations by Triton kernels."""
 
     name = "flash-attn"
 
@@ -161,7 +164,10 @@ class FlashAttentionKernels(TritonKernels):
         self._prompt_attention = prompt_attention
 
     def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> AttentionPlan:
-        """Plan the attention of a step. FlashAttention computes its prompts, if it can read such a pool."""
+        """Prepare a step's attention. `attend_prompts` of the plan is set if FlashAttention computes the prompts.
+
+        FlashAttention does so unless it does not take the cache's dtype or sizes. `window`: sliding window.
+        """
         plan = super().plan_attention(batch, table, kv, window)
         has_prompts = batch.decode_count < len(batch.context_lens)
         if not has_prompts or not _supports(kv):

@@ -26,14 +26,15 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Layout of the KV blocks of one attention group in the pool's buffer, which is cut into units of equal size.
+    """Layout of the paged KV cache of one group of attention layers, in a buffer that all groups share.
 
-    A unit holds blocks of one group, as many as fit. Unit u has the blocks [u * blocks_per_unit, (u + 1) *
-    blocks_per_unit). A block is laid out `[layer][K/V][token][kv-head][dim]`; its rows are [kv-head][dim] of one token.
+    The buffer is cut into units of equal size. A unit holds as many blocks of one group as fit: unit u has the blocks
+    [u * blocks_per_unit, (u + 1) * blocks_per_unit). A block has K and V of `block_size` tokens in every layer of the
+    group, as `[layer][K/V][token][kv-head][dim]`. A row is [kv-head][dim]: K or V of one token in one layer.
     """
 
     buffer: Tensor
-    """The pool's buffer as the cache's dtype, one axis: [units * elems_per_unit]."""
+    """[units * elems_per_unit], in the dtype of K and V."""
     elems_per_unit: int
     blocks_per_unit: int
     block_size: int
@@ -74,8 +75,9 @@ class PagedKV:
         return k, v
 
     def compute_block_rows(self, blocks: IntArray) -> IntArray:
-        """Return the row of the first token of each block (layer 0, K), for any shape of `blocks`."""
-        unit_rows, block_rows = self.elems_per_unit // self.elems_per_row, self.elems_per_block // self.elems_per_row
+        """Return the row at which each block begins, with its first token's K in layer 0. `blocks`: of any shape."""
+        unit_rows = self.elems_per_unit // self.elems_per_row
+        block_rows = self.elems_per_block // self.elems_per_row
         if self.blocks_per_unit == 1:
             return blocks * unit_rows
         return (blocks // self.blocks_per_unit) * unit_rows + (blocks % self.blocks_per_unit) * block_rows
@@ -83,9 +85,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The queries of all sequences of a step, one sequence after another, on the host. Sequences with one query come
-    first.
-    """
+    """The tokens that a step computes ("queries"), one sequence after another. Sequences with one query come first."""
 
     query_starts: IntArray
     """[sequences + 1]: the queries of sequence i are the tokens [query_starts[i], query_starts[i + 1])."""
@@ -98,12 +98,13 @@ class RaggedBatch:
 
     @staticmethod
     def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
-        """Make the batch in which sequence i computes the positions [starts[i], ends[i]).
+        """Make the batch of a step in which sequence i computes the tokens at positions [starts[i], ends[i]).
 
-        Sequences with one query must come first. A decode at position 5 and a prompt of 3 tokens, with starts [5, 0]
-        and ends [6, 3], give query_starts [0, 1, 4], positions [5, 0, 1, 2] and decode_count 1.
+        Sequences that compute one token (decodes) must come first. A decode at position 5 and a prompt of 3 tokens,
+        with starts [5, 0] and ends [6, 3], give query_starts [0, 1, 4], positions [5, 0, 1, 2] and decode_count 1.
         """
-        first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+        first_positions = np.asarray(starts, np.int64)
+        end_positions = np.asarray(ends, np.int64)
         query_counts = end_positions - first_positions
         query_starts = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(query_counts, out=query_starts[1:])
@@ -112,8 +113,9 @@ class RaggedBatch:
         assert has_one_query[:decode_count].all(), "sequences with one query come first"
         if decode_count == len(starts):
             return RaggedBatch(query_starts, end_positions, first_positions, decode_count)
-        offset = np.repeat(first_positions - query_starts[:-1], query_counts)
-        return RaggedBatch(query_starts, end_positions, np.arange(query_starts[-1]) + offset, decode_count)
+        position_offsets = np.repeat(first_positions - query_starts[:-1], query_counts)
+        positions = np.arange(query_starts[-1]) + position_offsets
+        return RaggedBatch(query_starts, end_positions, positions, decode_count)
 
     @property
     def token_count(self) -> int:
@@ -125,7 +127,7 @@ class RaggedBatch:
 
 
 class PromptSpan(NamedTuple):
-    """A prompt of a batch: its tokens [start, end) in the batch, and the number of the unit that holds its state."""
+    """A prompt of a batch: its tokens [start, end) in the batch, and the memory unit that holds its state."""
 
     start: int
     end: int
@@ -134,19 +136,19 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Places of the recurrent states of a step's sequences, for the CPU and reference backends.
+    """Batch of a step for the recurrent layers, with the memory units that hold the states of its sequences.
 
-    The cache's memory is cut into units of equal size. A sequence's state is in one unit, and is found by the unit's
-    number. Decoding sequences, which come first in the batch, advance together; prompts advance one by one.
+    The cache's memory is cut into numbered units of equal size, and a sequence's state is in one unit. Decoding
+    sequences, which come first in the batch, advance together by one token each. Prompts advance one after another.
     """
 
     batch: RaggedBatch
     decode_units: Tensor
-    """[decode_count] int64: number of the unit that holds the state of each decoding sequence."""
+    """[decode_count] int64: unit of each decoding sequence's state."""
     prompt_spans: tuple[PromptSpan, ...]
-    """Every other sequence."""
+    """Tokens and unit of each prompt."""
     scans_by_chunks: bool
-    """Whether prompts go through recurrences in chunks, which is faster than token by token."""
+    """Whether prompts are computed in chunks, which is faster than token by token."""
 
     @staticmethod
     def from_units(
@@ -154,9 +156,10 @@ class StatePlan:
     ) -> StatePlan:
         """Make the plan of a batch. `units`: [sequences], the unit of each sequence's state."""
         decode_count = batch.decode_count
+        decode_units = torch.from_numpy(units[:decode_count]).to(device)
         starts = batch.query_starts.tolist()
         spans = tuple(PromptSpan(starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
-        return StatePlan(batch, torch.from_numpy(units[:decode_count]).to(device), spans, scans_by_chunks)
+        return StatePlan(batch, decode_units, spans, scans_by_chunks)
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -166,33 +169,32 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Tables of the blocks of all running sequences, for one attention group: on the host, and on the device.
+    """Block tables of all running sequences in one group of attention layers, on the host and on the device.
 
-    A row of a table ("table row") lists the blocks of one sequence, in order. Sequences keep their table rows from step
-    to step, so that a step uploads new blocks only. A row of the pool ("pool row") is one token's K or V in one layer.
+    A row of a table ("table row") lists the cache blocks of one sequence, in order. Sequences keep their table rows
+    from step to step, so only new blocks are uploaded. A row of the cache ("pool row") is a token's K or V in a layer.
     """
 
     host_blocks: IntArray
     """[table rows, blocks]: block numbers. After the last block of a sequence come valid numbers without meaning."""
     block_start_rows: Tensor | None
-    """[blocks, table rows] int32: pool row where each block begins. It holds the K of the first token in layer 0.
+    """[blocks, table rows] int32: pool row at which each block begins, with the K of its first token in layer 0.
 
-    The axis of blocks comes first, so that the leading blocks of all sequences are contiguous. None: the kernels read
-    tables on the host.
+    None if the kernels read tables on the host.
     """
     table_rows: IntArray
-    """[sequences]: table row of each sequence of the step's batch."""
+    """[sequences]: table row of each sequence of this step's batch."""
 
     def select_blocks(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """Return [sequences, blocks]: a copy of the batch's tables, up to the longest context."""
+        """Return the blocks of the batch's sequences, [sequences, blocks], up to the longest context."""
         return self.host_blocks[self.table_rows, : count_context_blocks(batch, kv)]
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """Return [tokens]: pool row for the K of each token of the batch in layer 0."""
-        block_index, offset = np.divmod(batch.positions, kv.block_size)
-        is_decode = batch.decode_count == len(batch.context_lens)
-        rows = self.table_rows if is_decode else self.table_rows[batch.compute_sequence_indices()]
-        return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset
+        """Return the pool row in which each token of the batch stores its K in layer 0: [tokens]."""
+        block_index, offset_in_block = np.divmod(batch.positions, kv.block_size)
+        has_only_decodes = batch.decode_count == len(batch.context_lens)
+        rows = self.table_rows if has_only_decodes else self.table_rows[batch.compute_sequence_indices()]
+        return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset_in_block
 
 
 def make_block_table(blocks: IntArray, kv: PagedKV) -> BlockTable:
@@ -215,24 +217,24 @@ def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
 
 @runtime_checkable
 class FixedPlanKernels(Protocol):
-    """Operations that a backend may add so that decode steps can be recorded, as CUDA graphs.
+    """Operations that a backend needs for decode steps to be recorded as CUDA graphs.
 
-    Their plans have a fixed shape and are refilled in place. They read block tables on the device. A new plan
-    holds only padding: sequences without context, slot or state, which change nothing.
+    A recorded step always reads the same memory. So a plan, which describes the batch to the kernels, is made once for
+    the largest batch, and each batch is written into it. Sequences that are missing are padding, without any effect.
     """
 
     def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
-        """Make a plan for `attention` of up to `max_sequences` decoding sequences of up to `blocks` blocks."""
+        """Make a plan of padding for `attention`. It has room for `max_sequences` of up to `blocks` cache blocks."""
         ...
 
     def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
-        """Write a batch of decoding sequences into a fixed plan, the rest padding. The host does not wait."""
+        """Write a batch of decoding sequences into a plan for `attention`. The host does not wait for the device."""
         ...
 
     def make_fixed_state_plan(self, max_sequences: int) -> Any:
-        """Make a plan for the recurrent operations of up to `max_sequences` decoding sequences."""
+        """Make a plan of padding for the recurrent operations, with room for `max_sequences`."""
         ...
 
     def refill_state_plan(self, plan: Any, units: IntArray) -> None:
-        """Write the state units of sequences into a fixed plan, the rest padding."""
+        """Write a batch of decoding sequences into a plan for recurrent operations. `units`: memory of their states."""
         ...

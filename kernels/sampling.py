@@ -49,7 +49,7 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """Settings of each row's draw: [rows] each, on the device of the logits."""
+    """Sampling settings of the rows of a matrix of logits: tensors of [rows], on the device of the logits."""
 
     temperature: Tensor
     """fp32; 0: the row takes the likeliest token."""
@@ -60,14 +60,14 @@ class DrawSettings:
     top_p: Tensor
     """fp32; 1 or more keeps all. At least one token is kept."""
     uniforms: Tensor
-    """fp64 in [0, 1)."""
+    """fp64: random numbers in [0, 1), each of which chooses its row's token."""
     random_rows: RandomRows | None = None
-    """Rows that draw at random; None: the host does not know them, and `draw` must wait for the device."""
+    """Rows that draw at random. If None, `draw` finds them, and waits for the device."""
     has_masked_logits: bool = False
-    """Whether many logits are -inf: exp of these takes six times as long on a CPU unless they are clamped."""
+    """Whether many logits are -inf. They are then clamped, because exp(-inf) is slow on a CPU."""
 
     def select_rows(self, rows: Tensor | list[int]) -> DrawSettings:
-        """Return the settings of some rows, given as a mask or as indices."""
+        """Return the settings of some rows. `rows`: mask or indices."""
         return DrawSettings(
             self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.uniforms[rows],
             has_masked_logits=self.has_masked_logits,
@@ -75,21 +75,23 @@ class DrawSettings:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw the token of each row, [rows] int64. The host waits for the device. logits: [rows, vocab], not changed.
+    """Draw the next token of each row of logits: [rows] int64. Waits for the device. logits: [rows, vocab].
 
-    The likeliest token of every row is found first. In rows that draw at random, the drawn token then replaces it.
+    Every row first gets its likeliest token. In rows that draw at random, the drawn token then replaces it.
     """
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
     random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
-    if not math.isfinite(peak.sum().item()):  # a row has NaN, which `max` takes for the greatest, or nothing finite
+    has_only_finite_peaks = math.isfinite(peak.sum().item())
+    if not has_only_finite_peaks:  # a row has NaN, which `max` takes for the greatest, or an infinite peak
         values = values.nan_to_num(nan=float("-inf"), posinf=MAX_LOGIT, neginf=float("-inf"))
         peak, tokens = values.max(-1)
         random_rows = _drop_empty_rows(random_rows, (peak > float("-inf")).tolist())
-    for rows, draw_rows in (
+    rows_and_functions = (
         (random_rows.unfiltered_rows, _draw_unfiltered),
-        (random_rows.filtered_rows, _draw_filtered),
-    ):
+        (random_rows.filtered_rows, _draw_filtered),  # with `top_k` or `top_p`
+    )
+    for rows, draw_rows in rows_and_functions:
         if len(rows) == len(tokens):  # all rows at once, without copies
             return draw_rows(values, peak, settings)
         if rows:
@@ -126,23 +128,26 @@ def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw from rows with `top_k` or `top_p`.
+    """Draw the tokens of rows with `top_k` or `top_p`: [rows]. values: [rows, vocab], logits. peak: their maxima.
 
-    Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens, and to all
-    tokens only in rows where more of them might be kept.
+    Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens (candidates).
+    Rows in which other tokens could be kept, too, are then drawn again, among all tokens.
     """
     vocab = values.shape[1]
     has_top_k = settings.top_k < vocab
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
-    candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * int((settings.top_k * has_top_k).max())))
+    top_k_max = int((settings.top_k * has_top_k).max())
+    candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * top_k_max))
     if candidate_count == vocab:
         return _draw_index(_keep_likeliest(values, peak, settings, has_top_k, full_sums).weights, settings.uniforms)
     candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
     kept = _keep_likeliest(values.gather(1, candidate_ids), peak, settings, has_top_k, full_sums)
-    tokens = candidate_ids.gather(1, _draw_index(kept.weights, settings.uniforms)[:, None])[:, 0]
+    candidate_index = _draw_index(kept.weights, settings.uniforms)
+    tokens = candidate_ids.gather(1, candidate_index[:, None])[:, 0]
     rows = kept.incomplete_rows
     if rows:
-        row_settings, row_sums = settings.select_rows(rows), None if full_sums is None else full_sums[rows]
+        row_settings = settings.select_rows(rows)
+        row_sums = None if full_sums is None else full_sums[rows]
         row_weights = _keep_likeliest(values[rows], peak[rows], row_settings, has_top_k[rows], row_sums).weights
         tokens[rows] = _draw_index(row_weights, row_settings.uniforms)
     return tokens
@@ -151,10 +156,10 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
 def _keep_likeliest(
     values: Tensor, peak: Tensor, settings: DrawSettings, has_top_k: Tensor, full_sums: Tensor | None
 ) -> KeptWeights:
-    """Apply `top_k` and `top_p` to the logits `values`, which may be only the likeliest of each row.
+    """Return the weights of the tokens that `top_k` and `top_p` keep, as shares of each row's greatest weight.
 
-    `peak`: largest logit of each row. `has_top_k`: whether each row has `top_k`. `full_sums`: sum of the weights of all
-    tokens of each row; None if every row has `top_k`.
+    values: [rows, n], logits of all tokens or of the likeliest n. peak: largest logit of each row. has_top_k: whether
+    each row has `top_k`. full_sums: sum of each row's weights over all tokens; None if every row has `top_k`.
     """
     sorted_values, token_order = values.sort(descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device)
@@ -165,7 +170,7 @@ def _keep_likeliest(
         total_mass = torch.where(has_top_k, total_mass, full_sums)
     target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
     kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
-    # If the smallest value is not kept, and is smaller than all that are, no token outside of `values` could be kept.
+    # A row is incomplete if its smallest value is kept or equals one that is: a token outside could then be kept, too.
     last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
     incomplete_rows = (sorted_values[:, -1:] >= last_kept_values).nonzero()[:, 0].tolist()
     return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), incomplete_rows)
@@ -176,9 +181,8 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
+    Sums are fp64, which is slow. So only the sums of spans of weights are searched first, and then one span.
     """
-    # Sums are fp64, because a small weight would be lost in a large fp32 sum. To add few weights in fp64, the running
-    # sums over spans of weights find the span of the index, and the running sums in this span find the index.
     weight_count = weights.shape[1]
     running_span_sums = _sum_spans(weights).cumsum_(1)
     target_sum = uniforms.double()[:, None] * running_span_sums[:, -1:]
@@ -188,8 +192,7 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
     running_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
     offset = torch.searchsorted(running_sums, target_in_span, right=True)
-    # The span's sum above was rounded otherwise than the running sums here, so the target may exceed all of these. Then
-    # the last weight that is not zero is drawn: the first at which the running sum reaches its end.
+    # By rounding, the target may exceed all running sums. Then the last weight that is not zero is drawn.
     last_offset = torch.searchsorted(running_sums, running_sums[:, -1:].contiguous())
     return (span_start + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
 
@@ -214,7 +217,7 @@ def _find_span(running_span_sums: Tensor, target_sum: Tensor) -> _SpanTarget:
 
 
 def _sum_spans(weights: Tensor) -> Tensor:
-    """Return the sum of each span of `WEIGHTS_PER_SPAN` weights in fp64, and of the shorter or empty last span."""
+    """Return fp64 sums of each span of `WEIGHTS_PER_SPAN` weights, and of the shorter or empty span after them."""
     whole_count = weights.shape[1] // WEIGHTS_PER_SPAN
     end = whole_count * WEIGHTS_PER_SPAN
     whole_spans = weights[:, :end].view(len(weights), whole_count, WEIGHTS_PER_SPAN)

@@ -35,14 +35,15 @@ def overwrite(target: Tensor, array: npt.NDArray[Any]) -> None:
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device in one transfer, for which the host does not wait. Returns flat int32 tensors.
 
-    The arrays are put into one buffer, each at an aligned place.
+    The arrays are put into one buffer in pinned memory, each at a multiple of ALIGNED_INTS integers.
     """
     spans: list[slice] = []
-    size = 0
+    buffer_size = 0
     for array in arrays:
-        spans.append(slice(size, size + array.size))
-        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS  # rounded up
-    host_buffer = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
+        end = buffer_size + array.size
+        spans.append(slice(buffer_size, end))
+        buffer_size = -(-end // ALIGNED_INTS) * ALIGNED_INTS  # rounded up
+    host_buffer = torch.empty(buffer_size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
     host_ints = host_buffer.numpy()
     for span, array in zip(spans, arrays, strict=True):
         host_ints[span] = array.reshape(-1)
@@ -51,9 +52,9 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Te
 
 
 def start_copy_to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
-    """Begin to copy tensors to the host; return a function that waits for the copy and returns lists.
+    """Start copying tensors to the host, and return a function that waits for the copies and returns them as lists.
 
-    The copy comes after the work that the device has now; work given to the device meanwhile is not waited for.
+    The function waits only for work that the device had before this call.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return lambda: [tensor.tolist() for tensor in tensors]

@@ -45,9 +45,10 @@ class CpuKernels(ReferenceKernels):
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Store K and V of the tokens in the paged cache, and return their attention.
+        """Store K and V of the step's tokens in a layer of the paged cache, and return their causal attention.
 
-        A `ReferencePlan` means that the native code does not take the dtype or the size: then torch computes.
+        q and the result: [tokens, heads, dim]. k and v: [tokens, kv_heads, dim]. `plan`: the step's batch, prepared by
+        `plan_attention`; it is a `ReferencePlan` if the native code does not take the dtype or the size of a head.
         """
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
@@ -82,23 +83,24 @@ class CpuKernels(ReferenceKernels):
         return out, residual
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotate the first `width` dimensions of each head by its position, in native code if that takes the dtype.
+        """Apply rotary embedding to the first `width` dims of each head, in native code if that takes the dtype.
 
-        x: [tokens, heads, dim]. cos, signed_sin: [tokens, width].
+        x and the result: [tokens, heads, dim]. cos, signed_sin: [tokens, width], of the angles of each token's
+        position; in the first half of signed_sin the sines are negated.
         """
-        tokens, heads, dim = x.shape
-        width = cos.shape[-1]
         if not _are_native(x, cos, signed_sin):
             return super().rotate(x, cos, signed_sin)
+        tokens, heads, dim = x.shape
+        width = cos.shape[-1]
         assert cos.shape == signed_sin.shape == (tokens, width)
         assert width <= dim
         assert width % 2 == 0
         x, cos, signed_sin = _make_heads_adjacent(x), cos.contiguous(), signed_sin.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         _native.rotate(
-            _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), tokens,
-            heads, dim,
-            width, x.stride(0),
+            _IS_BF16_BY_DTYPE[x.dtype],
+            x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(),
+            tokens, heads, dim, width, x.stride(0),
         )  # fmt: skip
         return out
 
@@ -113,20 +115,26 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Sort the tokens by expert, so that each used expert runs once on all its tokens."""
-        top_k = expert_ids.shape[1]
-        choice_order = expert_ids.reshape(-1).argsort(stable=True)
-        token_indices = choice_order // top_k
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
+
+        The (token, expert) pairs are sorted by expert, so that each expert runs once, on all of its tokens.
+        x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An expert is a gated MLP: gate_up is
+        [experts, 2 * size, hidden], down is [experts, hidden, size].
+        """
+        flat_expert_ids = expert_ids.reshape(-1)
+        pair_order = flat_expert_ids.argsort(stable=True)
+        token_indices = pair_order // expert_ids.shape[1]
         inputs = x[token_indices]
         outputs = torch.empty_like(inputs)
-        row_count_by_expert = torch.bincount(expert_ids.reshape(-1), minlength=gate_up.shape[0]).tolist()
-        end = 0
-        for expert, row_count in enumerate(row_count_by_expert):
-            if row_count:
-                start, end = end, end + row_count
+        pair_count_by_expert = torch.bincount(flat_expert_ids, minlength=gate_up.shape[0]).tolist()
+        start = 0
+        for expert, pair_count in enumerate(pair_count_by_expert):
+            if pair_count:
+                end = start + pair_count
                 hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
                 torch.mm(hidden, down[expert].t(), out=outputs[start:end])
-        outputs.mul_(weights.reshape(-1)[choice_order, None])
+                start = end
+        outputs.mul_(weights.reshape(-1)[pair_order, None])
         return torch.zeros_like(x).index_add_(0, token_indices, outputs)
 
 
@@ -145,20 +153,24 @@ def _make_heads_adjacent(x: Tensor) -> Tensor:
 def _run_native_norm(
     x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, eps: float, zero_centred: bool
 ) -> None:
-    """Write the norm of x to `out`. If there is a residual, x is first added to it in place, and the sum is normed.
+    """Compute the root mean square norm of x by native code, times `weight`, and write it to `out`.
 
-    x: [tokens, dim] or [tokens, heads, dim]. weight: [dim], or [heads, dim] with a weight for each head.
+    If there is a residual, x is first added to it in place, and the sum is normed. `zero_centred`: the factor is
+    1 + weight. x: [tokens, dim] or [tokens, heads, dim]. weight: [dim], or [heads, dim] with a weight for each head.
     """
+    has_heads = x.dim() == 3
+    num_heads = x.shape[1] if has_heads else 1
     dim = x.shape[-1]
-    num_heads = x.shape[1] if x.dim() == 3 else 1
-    if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):
+    inner_strides = (dim, 1) if has_heads else (1,)
+    if x.stride()[1:] != inner_strides:
         x = x.contiguous()
     assert weight.shape == (dim,) or weight.shape == (num_heads, dim)
     weight = weight.contiguous()
     weight_stride = dim if weight.dim() == 2 else 0  # 0: all heads have the same weight
+    residual_address = 0 if residual is None else residual.data_ptr()
     _native.norm(
         _IS_BF16_BY_DTYPE[x.dtype],
-        x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), residual_address, out.data_ptr(),
         x.shape[0], num_heads, dim, x.stride(0), weight_stride,
         eps, zero_centred,
     )  # fmt: skip

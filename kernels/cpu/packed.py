@@ -127,7 +127,10 @@ def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Ten
 
 
 def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
-    """Return x @ W^T + bias for a native matrix W, computed on torch's number of threads."""
+    """Return x @ W^T + bias in bf16, with the native code that multiplies packed matrices W, on torch's threads.
+
+    x: [tokens, inputs]. bias: [outputs]. Returns [tokens, outputs].
+    """
     num_tokens, num_inputs = x.shape
     assert num_inputs == matrix.num_inputs
     assert x.dtype == torch.bfloat16
@@ -141,9 +144,9 @@ def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Te
         bias = bias.contiguous()
         bias_address = bias.data_ptr()
     _native.product(
-        x.data_ptr(), num_tokens, x.stride(0), matrix.panels.data_ptr(), matrix.num_outputs, num_inputs, bias_address,
-        out.data_ptr(),
-        torch.get_num_threads(),
+        x.data_ptr(), num_tokens, x.stride(0),
+        matrix.panels.data_ptr(), matrix.num_outputs, num_inputs,
+        bias_address, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -48,23 +48,24 @@ class ReferenceKernels:
         return ReferencePlan(batch, table.select_blocks(batch, kv), window)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
-        """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
+        """Store K and V of the step's tokens in a layer of the paged cache, and return their causal attention.
 
-        q and the result: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. `layer`:
-        position of the layer in its cache group.
+        q and the result: [tokens, heads, dim]. k and v: [tokens, kv_heads, dim]; heads is a multiple of kv_heads.
+        `plan`: the step's batch, prepared by `plan_attention`. `layer`: index of the layer in the cache `kv`.
         """
         k_cache, v_cache = kv.view_layer(layer)
         rows_by_sequence = [slice(start, end) for start, end in pairwise(plan.batch.query_starts.tolist())]
         first_positions = (plan.batch.context_lens - np.diff(plan.batch.query_starts)).tolist()
         # All sequences are stored before any attends: they may share blocks, so that one reads what another stores.
         for i, rows in enumerate(rows_by_sequence):
-            index = self._compute_cache_index(plan, kv, i, first_positions[i])
-            k_cache[index], v_cache[index] = k[rows], v[rows]
+            cache_index = self._compute_cache_index(plan, kv, i, first_positions[i])
+            k_cache[cache_index] = k[rows]
+            v_cache[cache_index] = v[rows]
         out = torch.empty_like(q)
         for i, rows in enumerate(rows_by_sequence):
-            first_seen = 0 if plan.window is None else max(0, first_positions[i] - plan.window + 1)
-            index = self._compute_cache_index(plan, kv, i, first_seen)
-            out[rows] = attend(q[rows], k_cache[index], v_cache[index], plan.window, scale)
+            first_visible = 0 if plan.window is None else max(0, first_positions[i] - plan.window + 1)
+            cache_index = self._compute_cache_index(plan, kv, i, first_visible)
+            out[rows] = attend(q[rows], k_cache[cache_index], v_cache[cache_index], plan.window, scale)
         return out
 
     def _compute_cache_index(
@@ -158,15 +159,17 @@ class ReferenceKernels:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """Compute the causal attention of one sequence. The queries are its last positions.
+    """Compute causal attention of one sequence: of its last tokens (queries) over its context, which ends with them.
 
-    q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.
+    q: [queries, heads, dim]. k and v: [context, kv_heads, dim]; heads / kv_heads query heads share a head of K and V.
+    `window`: number of last positions that a query sees; None: all. Returns [queries, heads, dim] in q's dtype.
     """
     num_queries, num_heads, _ = q.shape
     context_len, num_kv_heads, _ = k.shape
+    heads_per_kv_head = num_heads // num_kv_heads
     dtype = get_accumulation_dtype(q.dtype)
-    k = k.to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
-    v = v.to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
+    k = k.to(dtype).repeat_interleave(heads_per_kv_head, 1)
+    v = v.to(dtype).repeat_interleave(heads_per_kv_head, 1)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale
     query_positions = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
     key_positions = torch.arange(context_len, device=q.device)[None]

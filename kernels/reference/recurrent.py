@@ -25,10 +25,12 @@ ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool) -> Tensor:
-    """Convolve each channel over the last `width` tokens of a sequence; then apply silu if asked.
+    """Apply a causal depthwise convolution: each output channel is a weighted sum of its last `width` inputs.
 
-    x and the result: [tokens, channels]; weight: [channels, width], with the current token's weight last; bias:
-    [channels]; tails: [units, width - 1, channels], the last inputs of each sequence, updated in place.
+    The batch has decoding sequences, of one token each, and then prompts. A sequence's last width - 1 inputs, its tail,
+    are kept for its next tokens: `tails` [units, width - 1, channels] is updated in place, at the units in the plan.
+    x and the result: [tokens, channels]. weight: [channels, width], the newest input's last. bias: [channels]. `silu`:
+    whether silu is applied to the sums.
     """
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
@@ -63,11 +65,11 @@ def _run_recurrence(
     step: StepFunction,
     scan: ChunkFunction,
 ) -> None:
-    """Run a recurrence over a batch: fill `out` [tokens, ..], and replace each sequence's state in `states`.
+    """Run a recurrence over a batch of sequences: fill `out` [tokens, ..], and update the sequences' states in place.
 
-    The batch begins with the decoding sequences, of one token each, and `step` computes all of them in one call. Then
-    come the prompts, one by one. `scan` computes a prompt in chunks; if the plan does not allow that, `step` computes
-    it token by token.
+    The batch begins with the decoding sequences, of one token each: one call of `step` advances all of them. The
+    prompts follow. `scan` computes a whole prompt in chunks, or `step` each of its tokens, as the plan says.
+    `inputs`: arguments of `step` and `scan`, [tokens, ..] each. `states`: [units, ..].
     """
     dtype = inputs[0].dtype
     decode_count = plan.batch.decode_count
@@ -80,9 +82,9 @@ def _run_recurrence(
         if plan.scans_by_chunks:
             out[start:end], state = scan(*(x[start:end] for x in inputs), state)
         else:
-            state = state.clone()  # `step` writes to it
+            state = state.clone()  # `step` updates it in place
             for token in range(start, end):
-                # A batch of one sequence: [None] adds the dimension of sequences, [0] removes it.
+                # `step` takes several sequences: [None] makes a batch of one, [0] takes its only output.
                 out[token] = step(*(x[token, None] for x in inputs), state[None])[0]
         states[unit] = state.to(states.dtype)
 
@@ -113,9 +115,9 @@ def _compute_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any) -> Tensor:
     """Apply the gated delta rule: linear attention with a state that decays, and that moves towards each new value.
 
-    q, k: [tokens, key_heads, key_dim], scaled to unit length here; v: [tokens, value_heads, value_dim], value_heads a
-    multiple of key_heads; log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim],
-    updated in place. Returns [tokens, value_heads, value_dim] in v's dtype.
+    q, k: [tokens, key_heads, key_dim], scaled to unit length here. v and the result: [tokens, value_heads, value_dim];
+    value_heads is a multiple of key_heads. log_decay, rate: [tokens, value_heads]. states: [units, value_heads,
+    key_dim, value_dim], the memory in which each sequence has a unit (see `plan`), updated in place.
 
     For each value head, with state S [key_dim, value_dim], q and k of unit length, g = log_decay <= 0 and b = rate:
         S <- exp(g_t) S;  u_t = b_t (v_t - k_t S);  S <- S + k_t^T u_t;  o_t = q_t S / sqrt(key_dim)
@@ -163,11 +165,12 @@ def _scan_delta_chunks(
 def _advance_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to one chunk of tokens. Return (output, state after the chunk).
+    """Apply the gated delta rule to a chunk of one sequence's tokens. Return (output, state after the chunk).
 
-    The corrections u of all tokens come from one triangular system, with a_t the running sum of log_decay and b = rate:
-        u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S)
-    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. log_decay, rate: [heads, tokens].
+    Token t adds k_t^T u_t to the state S. The corrections u of all tokens solve one triangular system, with a_t the sum
+    of log_decay up to t, and b = rate: u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S).
+    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. log_decay, rate: [heads, tokens]. state:
+    [heads, key_dim, value_dim].
     """
     decay_sum, pair_decay = _compute_decays(log_decay)
     decay_since_start = decay_sum.exp()[..., None]
@@ -177,25 +180,26 @@ def _advance_delta_chunk(
     corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
     output = decay_since_start * (q @ state) + ((q @ k.mT) * pair_decay) @ corrections
     decay_to_end = pair_decay[:, -1, :, None]
-    return output, state * decay_since_start[:, -1:] + (k * decay_to_end).mT @ corrections
+    new_state = state * decay_since_start[:, -1:] + (k * decay_to_end).mT @ corrections
+    return output, new_state
 
 
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
 ) -> Tensor:
-    """Apply Mamba-2's state-space recurrence (SSD).
+    """Apply Mamba-2's state-space recurrence (SSD) to a batch of decoding sequences and prompts.
 
-    x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads]; b, c:
-    [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim], updated in
-    place. Returns [tokens, heads, head_dim] in x's dtype.
+    x and the result: [tokens, heads, head_dim]. dt (step size): [tokens, heads], positive. rate (A): [heads], negative.
+    skip (D): [heads]. b, c: [tokens, groups, state_dim]; the heads of a group share them. states: [units, heads,
+    head_dim, state_dim], the memory in which each sequence has a unit (see `plan`), updated in place.
 
-    For each head, with state h [head_dim, state_dim], step size dt_t > 0 and rate A < 0:
+    For each head, with state h [head_dim, state_dim]:
         h <- exp(A dt_t) h + dt_t x_t B_t^T;  y_t = h C_t + D x_t
-    (Dao and Gu, "Transformers are SSMs", 2024.) B and C are shared by the heads of a group. The chunked form is theirs:
-    inside a chunk a masked product like attention, between chunks the state.
+    (Dao and Gu, "Transformers are SSMs", 2024.)
     """
     dtype = get_accumulation_dtype(x.dtype)
-    values, dt = x.to(dtype), dt.to(dtype)
+    values = x.to(dtype)
+    dt = dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)
     _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _scan_ssm_chunks)

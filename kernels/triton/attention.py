@@ -34,13 +34,13 @@ def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride, layer_row,
     DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store the K and V of one token in the paged cache, for one layer. One program a token.
+    """Store K and V of each token of a step in one layer of the paged cache. One program stores one token.
 
-    The cache is an array of rows of ROW = kv heads * DIM elements, each the K or V of one token in one layer. A cache
-    block has for each layer BLOCK_SIZE rows of K and then BLOCK_SIZE rows of V.
+    The cache is an array of rows of ROW = kv heads * DIM elements, each K or V of one token in one layer. A cache block
+    of BLOCK_SIZE tokens has for each layer BLOCK_SIZE rows of K and then BLOCK_SIZE rows of V.
 
     k, v: [tokens, kv heads, DIM]. slots: [tokens], row for a token's K in the first layer; negative: padding.
-    layer_row: rows between the first layer's K and this layer's. BLOCK: ROW, rounded up to a power of two.
+    layer_row: rows from the first layer's K to this layer's. BLOCK: ROW, rounded up to a power of two.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -61,15 +61,16 @@ def attend_tile(
     dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Add the keys [start, start + BLOCK_N) that lie before `end` to a running softmax, and return its new state.
+    """Add a tile of keys and values to the attention of M queries, as FlashAttention does.
 
-    A running softmax goes over the keys once: whenever a larger score comes, what was summed up is scaled down. The
-    state is acc [M, D], weight_sum [M] and peak [M], the largest score; scores are exponents of 2. q: [M, D];
-    query_positions: [M]. Without MASKED, all keys lie before `end`, and every query sees them.
+    Softmax is computed in one pass over the keys: peak [M] is the largest score so far, acc [M, D] and weight_sum [M]
+    are sums of the weighted values and of the weights. They are scaled down when a tile has a larger score. Weights are
+    powers of 2. The tile has the keys [start, start + BLOCK_N), as far as they lie before `end`. Without MASKED, all
+    do, and every query sees them. q: [M, D]. query_positions: [M]. Returns the new (acc, weight_sum, peak).
 
     The cache has rows of ROW elements, one for each token and layer. A block has BLOCK_SIZE rows of K for a layer, then
-    BLOCK_SIZE rows of V. The table gives a block's first row; `table_block` is its stride, `offset` the KV head's first
-    element in a row. `dim` [D] are the columns of a head, padded beyond DIM. WIDE: `dot` multiplies in float32.
+    BLOCK_SIZE rows of V. `table_ptr` gives the first row of each block; `table_block` is its stride. `offset`: first
+    element of the KV head in a row. `dim` [D]: columns of a head, padded beyond DIM. WIDE: products in float32.
     """
     key_positions = start + tl.arange(0, BLOCK_N)
     if MASKED:
@@ -82,8 +83,8 @@ def attend_tile(
     row = (block_row + key_positions % BLOCK_SIZE + layer_row).to(tl.int64) * ROW + offset
     source = cache_ptr + row[:, None] + dim[None, :]
     k = tl.load(source, mask=load_mask, other=0.0)
-    scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    scores = dot(q, tl.trans(k), scores, PRECISION, WIDE) * scale
+    zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    scores = dot(q, tl.trans(k), zeros, PRECISION, WIDE) * scale
     if MASKED:
         is_visible = (key_positions[None, :] <= query_positions[:, None]) & is_inside[None, :]
         if WINDOW > 0:
@@ -173,14 +174,14 @@ def combine_splits(
     out_ptr, part_ptr, part_log2_sum_ptr, splits,
     DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Combine the attention over each part of a context into the attention over the whole context.
+    """Combine the attention over the parts ("splits") of a context into the attention over the whole context.
 
-    Attention over all keys is the mean of the parts' results, each weighed by its part's sum of exponentials. The sums
-    are given as log2, and are divided by the largest one, so that they do not overflow.
+    It is the mean of the parts' results, weighed by the parts' sums of exponentials (Flash-Decoding). The sums are
+    given as log2, and are divided by the largest one, so that they do not overflow.
 
-    One program does one head of one sequence; the grid is (sequences, heads). part: [sequences, heads, splits, DIM],
-    the attention over one part alone. part_log2_sum: [sequences, heads, splits]; -inf for a part without keys.
-    BLOCK_SPLITS and BLOCK_D: the most splits, and DIM, rounded up to powers of two.
+    One program computes one head of one sequence: the grid is (sequences, heads). part: [sequences, heads, splits,
+    DIM], attention over one part alone. part_log2_sum: [sequences, heads, splits]; -inf for a part without keys. out:
+    [sequences, heads, DIM]. BLOCK_SPLITS, BLOCK_D: the largest number of splits, and DIM, rounded up to powers of two.
     """
     head_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK_SPLITS)

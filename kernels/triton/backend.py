@@ -86,47 +86,53 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
         if plan.decode_count < q.shape[0]:
-            self._prefill(q, out, kv, layer * kv.rows_per_layer, plan, scale)
+            self._attend_prompts(q, out, kv, layer, plan, scale)
         return out
 
     def store_and_decode(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        """Store K and V, and return the attention of decoding sequences. The rows of prompts are uninitialised."""
-        num_tokens, num_heads, head_dim = q.shape
+        """Store K and V of the step's tokens in the paged cache, and compute the attention of decoding sequences.
+
+        Decoding sequences have one token each and come first. The result, [tokens, heads, dim], has their attention;
+        the rows of prompts are uninitialised, for the caller to fill. k, v: [tokens, kv_heads, dim].
+        """
+        num_tokens, _, head_dim = q.shape
         assert head_dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-        layer_row = layer * kv.rows_per_layer
-        store = attention_kernels.store_kv
-        store[(num_tokens,)](
-            k, v, kv.buffer, plan.slot_rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
+        first_layer_row = layer * kv.rows_per_layer
+        attention_kernels.store_kv[(num_tokens,)](
+            k, v, kv.buffer, plan.slot_rows,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), first_layer_row,
             DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size,
             BLOCK=round_up_to_power_of_two(kv.elems_per_row),
         )  # fmt: skip
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.decode_count:
-            self._decode(q, out, kv, layer_row, plan, scale)
+            self._attend_decodes(q, out, kv, layer, plan, scale)
         return out
 
-    def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        """Compute the attention of decoding sequences, of one query each, and write it to `out`.
+    def _attend_decodes(
+        self, q: Tensor, out: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
+    ) -> None:
+        """Compute the attention of decoding sequences, of one query each, and write it to `out` [tokens, heads, dim].
 
-        If the plan splits contexts, each part of a context is attended on its own, and then the parts are combined.
-        `layer_row`: rows of the cache between the first layer's K of a block and this layer's.
+        If the plan splits contexts, the attention over each part is computed alone, and then the parts are combined.
+        Few sequences with long contexts keep the whole GPU busy in this way (Flash-Decoding).
         """
         sequence_count = plan.decode_count
         _, num_heads, head_dim = q.shape
         block_d = round_up_to_power_of_two(head_dim, 16)
         tile = choose_decode_tile(block_d, q.element_size())
         is_split = plan.split_count > 1
-        part = part_log2_sum = out  # placeholders: the kernel writes parts only with SPLIT
+        part, part_log2_sum = out, out  # unused: the kernel writes parts only with SPLIT
         if is_split:
             sum_shape = (sequence_count, num_heads, plan.split_count)
             part = torch.empty((*sum_shape, head_dim), dtype=torch.float32, device=q.device)
             part_log2_sum = torch.empty(sum_shape, dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
-            q, out, part, part_log2_sum, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
-            plan.block_table.shape[1], layer_row, scale * LOG2_E,
+            q, out, part, part_log2_sum, kv.buffer, plan.block_table, plan.context_lens,
+            q.stride(0), q.stride(1), plan.block_table.shape[1], layer * kv.rows_per_layer, scale * LOG2_E,
             SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(num_heads // kv.num_kv_heads, 16),
             **_list_attention_constants(q, kv, plan, block_d, tile),
         )  # fmt: skip
@@ -135,18 +141,21 @@ class TritonKernels(ReferenceKernels):
                 out, part, part_log2_sum, plan.split_count, DIM=head_dim, BLOCK_SPLITS=MAX_SPLITS, BLOCK_D=block_d
             )
 
-    def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        """Compute the attention of prompts, in tiles of queries, and write it to `out`. `layer_row`: see `_decode`."""
+    def _attend_prompts(
+        self, q: Tensor, out: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
+    ) -> None:
+        """Compute the attention of prompts, in tiles of queries, and write it to `out` [tokens, heads, dim]."""
         _, num_heads, head_dim = q.shape
-        group_heads = num_heads // kv.num_kv_heads
+        heads_per_kv_head = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
         tile = choose_prefill_tile(block_d, q.element_size(), q.device)
-        block_m = max(tile.rows, round_up_to_power_of_two(group_heads, 16))
-        tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
+        block_m = max(tile.rows, round_up_to_power_of_two(heads_per_kv_head, 16))
+        queries_per_tile = block_m // heads_per_kv_head
+        tile_seq, tile_query = plan.get_query_tiles(queries_per_tile)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
-            q.stride(0), q.stride(1), plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
-            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m,
+            q.stride(0), q.stride(1), plan.block_table.shape[1], layer * kv.rows_per_layer, scale * LOG2_E, num_heads,
+            BLOCK_Q=queries_per_tile, BLOCK_M=block_m,
             **_list_attention_constants(q, kv, plan, block_d, tile),
         )  # fmt: skip
 
@@ -172,17 +181,22 @@ class TritonKernels(ReferenceKernels):
     def _normalize_rows(
         self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
     ) -> Tensor:
-        """Launch `rows.norm_rows`, which explains `other` and `mode`."""
+        """Return the root mean square norm of the rows of x times `weight`, [dim] or [heads, dim].
+
+        `mode`: "plain"; "add": x is added to the residual `other`, in place, and the sum is normed; "before", "after":
+        x is multiplied by silu(`other`) before or after the norm. `zero_centred`: the factor is 1 + weight.
+        """
         rows = lay_out_rows(x)
         other_rows = rows if other is None else lay_out_rows(other)
-        assert other_rows[1:4] == rows[1:4], "rows of other numbers or sizes"
+        assert other_rows[1:4] == rows[1:4], "x and other: different numbers or sizes of rows"
+        weight_head_stride = weight.stride(0) if weight.dim() == 2 else 0  # 0: all heads have the same weight
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = round_up_to_power_of_two(rows.dim, 16)
         rows_per_program = self._choose_rows_per_program(rows.row_count, block)
         row_kernels.norm_rows[(ceil_div(rows.row_count, rows_per_program),)](
-            rows.tensor, other_rows.tensor, weight, out, rows.row_count, rows.inner, rows.outer_stride,
-            rows.inner_stride, other_rows.outer_stride, other_rows.inner_stride,
-            weight.stride(0) if weight.dim() == 2 else 0, eps,
+            rows.tensor, other_rows.tensor, weight, out, rows.row_count, rows.inner,
+            rows.outer_stride, rows.inner_stride, other_rows.outer_stride, other_rows.inner_stride,
+            weight_head_stride, eps,
             DIM=rows.dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
@@ -210,24 +224,22 @@ class TritonKernels(ReferenceKernels):
         """Return x with rotary embedding, after a root mean square norm if `weight` is given. x: [tokens, heads, dim].
 
         `weight`: gains of the norm, [dim] or [heads, dim]. `cos` and `signed_sin`: [tokens, rotated dims]; the other
-        dims of x are copied. `row_kernels.rotate_rows` computes it: a row is one head of one token.
+        dims of x are copied.
         """
-        rows = lay_out_rows(x)
+        rows = lay_out_rows(x)  # a row is one head of one token
         half = cos.shape[-1] // 2
         copied_dims = rows.dim - 2 * half
         block = round_up_to_power_of_two(half, 8)
         block_copied = round_up_to_power_of_two(copied_dims, 8) if copied_dims else 0
-        has_norm = weight is not None
         weight_or_unused = rows.tensor if weight is None else weight  # the kernel needs a pointer also without a norm
         weight_head_stride = weight.stride(0) if weight is not None and weight.dim() == 2 else 0
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows_per_program = self._choose_rows_per_program(rows.row_count, 2 * block)
-        program_count = ceil_div(rows.row_count, rows_per_program)
-        row_kernels.rotate_rows[(program_count,)](
-            rows.tensor, weight_or_unused, cos, signed_sin, out, rows.row_count, rows.inner, rows.outer_stride,
-            rows.inner_stride, weight_head_stride, cos.stride(0), signed_sin.stride(0), eps,
-            DIM=rows.dim, HALF=half, NORM=has_norm, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
-            BLOCK_COPIED=block_copied,
+        row_kernels.rotate_rows[(ceil_div(rows.row_count, rows_per_program),)](
+            rows.tensor, weight_or_unused, cos, signed_sin, out, rows.row_count, rows.inner,
+            rows.outer_stride, rows.inner_stride, weight_head_stride, cos.stride(0), signed_sin.stride(0), eps,
+            DIM=rows.dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program,
+            BLOCK=block, BLOCK_COPIED=block_copied,
         )  # fmt: skip
         return out
 
@@ -250,36 +262,38 @@ class TritonKernels(ReferenceKernels):
     # experts
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's top-k experts: [tokens, hidden].
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
-        Pairs of token and expert ("rows") are sorted by expert, so that a tile needs the weights of one expert only.
-        torch sorts on the device, so that the host does not wait. x: [tokens, hidden]. gate_up: [experts, 2 * size,
-        hidden]. down: [experts, hidden, size]. expert_ids, weights: [tokens, top_k].
+        (token, expert) pairs are the rows of two matrix products. They are sorted by expert, on the device, so that a
+        tile of rows needs the weights of one expert. x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An
+        expert is a gated MLP: gate_up is [experts, 2 * size, hidden], down is [experts, hidden, size].
         """
-        tokens, hidden = x.shape
+        num_tokens, hidden = x.shape
         num_experts, _, size = down.shape
         top_k = expert_ids.shape[1]
-        rows = tokens * top_k
+        row_count = num_tokens * top_k
         is_float32 = x.element_size() > 2
-        block_m = _choose_expert_rows(rows, num_experts, is_float32=is_float32)
-        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
-        inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-        outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
-        tile = {
+        block_m = _choose_expert_rows(row_count, num_experts, is_float32=is_float32)
+        block_n = 64
+        constants = {
             "BLOCK_M": block_m,
-            "BLOCK_N": 64,
-            "BLOCK_K": 32 if is_float32 else 64,  # as many bytes of both
+            "BLOCK_N": block_n,
+            "BLOCK_K": 32 if is_float32 else 64,  # the same number of bytes
             "PRECISION": choose_dot_precision(x),
             "WIDE": INTERPRETED,
             "num_warps": 4,
             "num_stages": 3,
         }
+        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
+        tile_count = tile_row.shape[0]
         x = x if x.stride(1) == 1 else x.contiguous()
-        expert_kernels.multiply_gate_up[(tile_row.shape[0], ceil_div(size, 64))](
-            x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **tile
+        inner = torch.empty((row_count, size), dtype=x.dtype, device=x.device)
+        expert_kernels.multiply_gate_up[(tile_count, ceil_div(size, block_n))](
+            x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **constants
         )
-        expert_kernels.multiply_down[(tile_row.shape[0], ceil_div(hidden, 64))](
-            inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **tile
+        outputs = torch.empty((num_tokens, top_k, hidden), dtype=torch.float32, device=x.device)
+        expert_kernels.multiply_down[(tile_count, ceil_div(hidden, block_n))](
+            inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **constants
         )
         return outputs.sum(1).to(x.dtype)
 
@@ -365,20 +379,20 @@ class AttentionTile(NamedTuple):
 def _list_attention_constants(
     q: Tensor, kv: PagedKV, plan: AttentionPlan, block_d: int, tile: AttentionTile
 ) -> dict[str, Any]:
-    """Return the compile-time parameters that decode and prefill attention share.
+    """Return the compile-time parameters that the Triton kernels of decode and prefill attention share.
 
-    The kernels explain them. `block_d`: size of a head, rounded up to a power of two.
+    `block_d`: size of a head, rounded up to a power of two.
     """
     return {
-        "GROUP": q.shape[1] // kv.num_kv_heads,
+        "GROUP": q.shape[1] // kv.num_kv_heads,  # query heads that share a head of K and V
         "DIM": kv.head_dim,
         "ROW": kv.elems_per_row,
-        "BLOCK_SIZE": kv.block_size,
-        "WINDOW": plan.window or 0,
+        "BLOCK_SIZE": kv.block_size,  # tokens of a cache block
+        "WINDOW": plan.window or 0,  # sliding window; 0: none
         "BLOCK_N": tile.keys,
         "BLOCK_D": block_d,
         "PRECISION": choose_dot_precision(q),
-        "WIDE": INTERPRETED,
+        "WIDE": INTERPRETED,  # the interpreter has no 16-bit products
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -31,11 +31,12 @@ def convolve_step(
     channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Convolve the one next token of each decoding sequence. The grid is (sequences, channel blocks).
+    """Apply a causal depthwise convolution to the one token of each decoding sequence, and update the kept inputs.
 
     A channel's output is the weighted sum of its last WIDTH inputs: the WIDTH - 1 in the sequence's tail, and the
-    token's. The tail then drops its oldest input and takes the token's. A negative unit marks padding: it has no tail.
-    x, out: [sequences, channels]. weight: [channels, WIDTH], oldest input first. tails: [units, WIDTH - 1, channels].
+    token's. The tail then drops its oldest input and takes the token's. x, out: [sequences, channels]. weight:
+    [channels, WIDTH], oldest input first. tails: [units, WIDTH - 1, channels]. units: [sequences], index into tails; a
+    negative one marks padding, which has no tail. The grid is (sequences, blocks of BLOCK channels).
     """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,10 +65,12 @@ def convolve_tile(
     x_token_stride, tails_unit_stride, tails_row_stride, channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Convolve TOKENS tokens of one sequence with a causal filter of WIDTH taps, for one block of channels.
+    """Apply a causal depthwise convolution to a tile of TOKENS tokens of a prompt, for one block of channels.
 
-    Grid (tiles, channel blocks). A tile starts at token tile_token of the batch. Inputs before the sequence's first
-    token come from its tail, the WIDTH - 1 inputs before.
+    A channel's output is the weighted sum of its last WIDTH inputs. Inputs before this step's tokens are in the
+    sequence's tail. x, out: [tokens, channels]. weight: [channels, WIDTH], oldest input first. tails: [units,
+    WIDTH - 1, channels]. starts: first token of each sequence. units: each sequence's index into tails. tile_seq,
+    tile_token: sequence and first token of each tile. The grid is (tiles, blocks of BLOCK channels).
     """
     tile = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -100,11 +103,11 @@ def update_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token_stride, tails_unit_stride, tails_row_stride, channels, first_seq,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Replace the tail of each prompt's sequence by its last WIDTH - 1 inputs. Grid: (prompts, channel blocks).
+    """Keep the last WIDTH - 1 inputs of each prompt (its tail), which the convolution of its next tokens needs.
 
-    The new tail is the last WIDTH - 1 rows of the old tail with the prompt's inputs after it. x: [tokens, channels].
-    tails: [units, WIDTH - 1, channels]. starts: first token of each sequence, then the end of the last. units: unit of
-    each sequence. The prompts are the sequences from first_seq on.
+    They are the last rows of the old tail with this step's inputs after it. x: [tokens, channels]. tails: [units,
+    WIDTH - 1, channels]. starts: first token of each sequence, then the end of the last. units: each sequence's index
+    into tails. The prompts are the sequences from first_seq on. The grid is (prompts, blocks of BLOCK channels).
     """
     seq = first_seq + tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +116,7 @@ def update_tails(
     token_count = tl.load(starts_ptr + seq + 1) - first_token
     tail_ptrs = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit_stride + channel
     for i in tl.static_range(WIDTH - 1):
-        source_row = token_count + i  # after row i, so an old row is read before it is overwritten
+        source_row = token_count + i  # greater than i, so an old row is read before it is overwritten
         is_old = channel < tl.where(source_row < WIDTH - 1, channels, 0)  # all channels or none
         old_tail = tl.load(tail_ptrs + source_row * tails_row_stride, mask=is_old, other=0.0)
         token = (first_token + source_row - (WIDTH - 1)).to(tl.int64)

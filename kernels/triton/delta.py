@@ -22,6 +22,8 @@ import triton.language as tl
 
 from kernels.triton.launch import launch_cheaply
 
+NORM_EPS = tl.constexpr(1e-6)
+
 
 @launch_cheaply
 @triton.jit
@@ -33,26 +35,28 @@ def advance_delta_state(
 ):  # fmt: skip
     """Apply the gated delta rule to one token of each decoding sequence: update its state, and write the output.
 
-    For each value head the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
-    output is what it holds for the query q. GROUP value heads share a key head. The grid is (sequences, value heads,
-    value blocks). A sequence with a negative unit is padding: it has no state.
+    For each value head the state [KEY, VALUE] decays by exp(decay), then the value that it holds for the key k moves
+    towards v by the share `rate`, and the output is the value that it holds for the query q. q, k: [sequences, heads /
+    GROUP, KEY]; GROUP value heads share a key head. v, out: [sequences, heads, VALUE]. decay, rate: [sequences, heads].
+    units: [sequences], index into states; a negative one marks padding, which has no state. The grid is (sequences,
+    heads, blocks of BLOCK_V value columns).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    key_head = head // GROUP
     dim_k = tl.arange(0, BLOCK_K)
     dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     unit = tl.load(units_ptr + token).to(tl.int64)
     in_k = dim_k < tl.where(unit >= 0, KEY, 0)
     in_v = dim_v < tl.where(unit >= 0, VALUE, 0)
-    k = tl.load(k_ptr + token * k_token_stride + head // GROUP * k_head_stride + dim_k, mask=in_k, other=0.0).to(
-        tl.float32
-    )
-    q = tl.load(q_ptr + token * q_token_stride + head // GROUP * q_head_stride + dim_k, mask=in_k, other=0.0).to(
-        tl.float32
-    )
-    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dim_v, mask=in_v, other=0.0).to(tl.float32)
-    k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-    q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
+    q_ptrs = q_ptr + token * q_token_stride + key_head * q_head_stride + dim_k
+    k_ptrs = k_ptr + token * k_token_stride + key_head * k_head_stride + dim_k
+    v_ptrs = v_ptr + token * v_token_stride + head * v_head_stride + dim_v
+    q = tl.load(q_ptrs, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(k_ptrs, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(v_ptrs, mask=in_v, other=0.0).to(tl.float32)
+    q = q / tl.sqrt(tl.sum(q * q, 0) + NORM_EPS) * scale
+    k = k / tl.sqrt(tl.sum(k * k, 0) + NORM_EPS)
     decay = tl.load(decay_ptr + token * heads + head).to(tl.float32)
     rate = tl.load(rate_ptr + token * heads + head).to(tl.float32)
     state_ptrs = states_ptr + unit * states_unit_stride + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
@@ -104,8 +108,8 @@ def prepare_delta_chunks(
         inner = tl.dot(q, tl.trans(k), inner, input_precision=PRECISION)
         q_square += tl.sum(q * q, 1)
         k_square += tl.sum(k * k, 1)
-    q_scale = scale / tl.sqrt(q_square + 1e-6)
-    k_scale = 1.0 / tl.sqrt(k_square + 1e-6)
+    q_scale = scale / tl.sqrt(q_square + NORM_EPS)
+    k_scale = 1.0 / tl.sqrt(k_square + NORM_EPS)
     rate = tl.load(rate_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
     decay_sum = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
     row = chunk_offset[:, None]
@@ -156,19 +160,20 @@ def scan_delta_chunks(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Carry the state through a prompt's chunks, in their order, and write the outputs.
+    """Compute the gated delta rule of prompts: pass each state from chunk to chunk of tokens, and write the outputs.
 
-    The grid is (sequences, value heads, value blocks). The state S [KEY, VALUE] stays in registers. With a_t the sum of
-    the decays (logs) from the chunk's start to token t, q and k of unit length, and q divided by sqrt(KEY), a chunk is
+    `prepare_delta_chunks` has computed new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner [tokens,
+    heads, CHUNK]. S [KEY, VALUE] is the state, and a_t the sum of the decays (logs) from the chunk's start to token t:
 
         update = new_v - new_k S;   out_t = exp(a_t) q_t S + inner_t update
         S <- exp(a_end) S + sum_t exp(a_end - a_t) k_t^T update_t
 
-    new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner [tokens, heads, CHUNK] are what
-    `prepare_delta_chunks` has left. q, k: [tokens, key heads, KEY]. decay: [tokens, heads]. out: as new_v.
+    q, k: [tokens, key heads, KEY], scaled to unit length, and q by `scale`. decay: [tokens, heads]. out: as new_v. The
+    grid is (prompts, heads, blocks of BLOCK_V value columns); prompts are the sequences from first_seq on.
     """
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
+    key_head = head // GROUP
     dim_k = tl.arange(0, BLOCK_K)
     dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k = dim_k < KEY
@@ -176,7 +181,6 @@ def scan_delta_chunks(
     unit = tl.load(units_ptr + seq).to(tl.int64)
     state_ptrs = states_ptr + unit * states_unit_stride + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
     state = tl.load(state_ptrs, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-    key_head = head // GROUP
     chunk_offset = tl.arange(0, CHUNK)
     end = tl.load(starts_ptr + seq + 1)
     for chunk_start in range(tl.load(starts_ptr + seq), end, CHUNK):
@@ -185,24 +189,25 @@ def scan_delta_chunks(
         mask_k = is_valid[:, None] & in_k[None, :]
         mask_v = is_valid[:, None] & in_v[None, :]
         head_row = (token * heads + head)[:, None]
-        decay_sum = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
+        decay = tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64)
+        decay_sum = tl.cumsum(decay, 0)
         last_decay_sum = tl.min(decay_sum, 0)  # decays are not positive, so the sum only falls
         new_k = tl.load(new_k_ptr + head_row * KEY + dim_k[None, :], mask=mask_k, other=0.0)
         update = tl.load(new_v_ptr + head_row * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
         update -= tl.dot(new_k, state, input_precision=PRECISION)
-        q = tl.load(
-            q_ptr + token[:, None] * q_token_stride + key_head * q_head_stride + dim_k[None, :], mask_k, 0.0
-        ).to(tl.float32)
+
+        q_ptrs = q_ptr + token[:, None] * q_token_stride + key_head * q_head_stride + dim_k[None, :]
+        q = tl.load(q_ptrs, mask_k, 0.0).to(tl.float32)
+        q_scale = scale / tl.sqrt(tl.sum(q * q, 1) + NORM_EPS)
         out = tl.dot(q, state, input_precision=PRECISION)
-        out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(decay_sum.to(tl.float32)))[:, None]
+        out = out * (q_scale * tl.exp(decay_sum.to(tl.float32)))[:, None]
         inner = tl.load(inner_ptr + head_row * CHUNK + chunk_offset[None, :], mask=is_valid[:, None], other=0.0)
         out = tl.dot(inner, update, out, input_precision=PRECISION)
         tl.store(out_ptr + head_row * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
-        k = tl.load(
-            k_ptr + token[:, None] * k_token_stride + key_head * k_head_stride + dim_k[None, :], mask_k, 0.0
-        ).to(tl.float32)
-        update = (
-            update * (tl.exp((last_decay_sum - decay_sum).to(tl.float32)) / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
-        )
+
+        k_ptrs = k_ptr + token[:, None] * k_token_stride + key_head * k_head_stride + dim_k[None, :]
+        k = tl.load(k_ptrs, mask_k, 0.0).to(tl.float32)
+        decay_to_end = tl.exp((last_decay_sum - decay_sum).to(tl.float32))
+        update = update * (decay_to_end / tl.sqrt(tl.sum(k * k, 1) + NORM_EPS))[:, None]
         state = tl.dot(tl.trans(k), update, state * tl.exp(last_decay_sum.to(tl.float32)), input_precision=PRECISION)
     tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=in_k[:, None] & in_v[None, :])

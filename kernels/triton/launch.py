@@ -19,11 +19,11 @@ MAX_INT32 = 2**31 - 1
 
 
 class CachedKernel:
-    """A Triton kernel whose compiled variants are found by a short key.
+    """A Triton kernel that can be launched with little work on the host.
 
-    Triton's own launch binds each argument by name and classifies it, which takes 20 us of Python. A step with a prompt
-    has six launches a layer, so the host took longer than the GPU. The parameters of a kernel are tensors, which have
-    names in `_ptr`, then numbers, then constants.
+    Triton compiles variants of a kernel for dtypes, alignments and values of its arguments. To find a variant, Triton's
+    launch binds and classifies every argument, which takes 20 us. Here a dictionary with a short key finds it. The
+    parameters of a kernel must be tensors, with names that end in `_ptr`, then numbers, then constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -31,12 +31,12 @@ class CachedKernel:
         self._kernel = kernel
         self._tensor_count = sum(name.endswith("_ptr") for name in kernel.arg_names)
         numbers = [p for p in kernel.params[self._tensor_count :] if not p.is_constexpr]
-        self._key_numbers = [p.num for p in numbers if not p.do_not_specialize]
+        self._specialized_positions = [p.num for p in numbers if not p.do_not_specialize]
         """Positions of the numbers for whose values Triton may compile other code."""
-        self._other_numbers = [p.num for p in numbers if p.do_not_specialize]
-        """Positions of the numbers for which it compiles other code only where they need 64 bits."""
+        self._sized_positions = [p.num for p in numbers if p.do_not_specialize]
+        """Positions of the numbers for which Triton compiles other code only if they need 64 bits."""
         self._variants: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-        """Compiled kernel, and its constants in the order of the parameters, by the key of a launch."""
+        """Key of a launch -> (compiled kernel, its constants in the order of the parameters)."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return a function that launches the kernel: tensors and numbers by position, constants and options by name.
@@ -46,22 +46,26 @@ class CachedKernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Launch the variant for the arguments. If there is none yet, Triton compiles and launches it."""
         tensors: tuple[Tensor, ...] = arguments[: self._tensor_count]
         key = (
             *[x.dtype for x in tensors],
             *[x.data_ptr() % ALIGNMENT for x in tensors],
-            *[arguments[i] for i in self._key_numbers],
-            *[arguments[i] > MAX_INT32 for i in self._other_numbers],
+            *[arguments[i] for i in self._specialized_positions],
+            *[arguments[i] > MAX_INT32 for i in self._sized_positions],
             *constants,
             *constants.values(),
         )
-        if variant := self._variants.get(key):
+        variant = self._variants.get(key)
+        if variant is not None:
             compiled, ordered_constants = variant
-            three_dimensions = (*grid, 1, 1)[:3]
-            compiled[three_dimensions](*arguments, *ordered_constants)
-        elif compiled := self._kernel[grid](*arguments, **constants):
-            names = self._kernel.arg_names[len(arguments) :]
-            self._variants[key] = compiled, [constants[name] for name in names]
+            grid_of_three = (*grid, 1, 1)[:3]
+            compiled[grid_of_three](*arguments, *ordered_constants)
+            return
+        compiled = self._kernel[grid](*arguments, **constants)
+        if compiled is not None:
+            constant_names = self._kernel.arg_names[len(arguments) :]
+            self._variants[key] = compiled, [constants[name] for name in constant_names]
 
 
 def launch_cheaply(kernel: Any) -> Any:

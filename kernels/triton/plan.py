@@ -23,6 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU. It is chosen when triton is imported."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
+PADDING_SLOT = -1
 
 
 def round_up_to_power_of_two(size: int, least: int = 1) -> int:
@@ -63,60 +64,58 @@ class QueryTiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The batch of one attention group, as the kernels read it on the device.
+    """A step's batch as the attention kernels read it, in device memory. The layers of a group share it.
 
-    A fixed plan (`make_fixed_decode_plan`) keeps its shapes and addresses: each batch of decodes is written into it.
+    Decoding sequences come first. A plan of a recorded step (CUDA graph) is fixed: it keeps its shapes and addresses,
+    and each batch of decoding sequences is written into it.
     """
 
     slot_rows: Tensor
-    """[tokens]: row of the pool where the K of each token is stored in layer 0."""
+    """[tokens]: row of the KV cache in which each token's K of layer 0 is stored."""
     query_starts: Tensor
-    """[sequences + 1]: the batch's query_starts."""
+    """[sequences + 1]: first token of each sequence in the batch, then the end of the last."""
     context_lens: Tensor
     """[sequences]: context lengths."""
     block_table: Tensor
-    """[most blocks of a sequence, sequences]: row of the pool where each block begins, with its first K of layer 0."""
+    """[blocks, sequences]: row of the KV cache at which a block of a sequence begins, with its first K of layer 0."""
     batch: RaggedBatch | None
-    """Batch of the plan, from which query tiles of prompts are cut; None in a fixed plan, which has no prompts."""
+    """The batch on the host, for prompts; None in a fixed plan, which has no prompts."""
     decode_count: int
     split_count: int
-    """Parts that the context of a decoding sequence is cut into."""
+    """Number of parts into which the context of a decoding sequence is cut."""
     window: int | None
     tiles_by_size: dict[int, QueryTiles] = field(default_factory=dict)
-    """Results of `get_query_tiles`, by the queries of a tile: the layers of a step share them."""
+    """Results of `get_query_tiles`, which all layers of a step share, by the queries of a tile."""
     refill_buffer: Tensor | None = None
-    """[3, sequences]: memory of a fixed plan's slot rows, context lengths and rows in the `BlockTable`.
-
-    They are adjacent, so that one transfer writes them. None in other plans.
-    """
+    """[3, sequences]: slot rows, context lengths and rows in the `BlockTable` of a fixed plan, for one transfer."""
     attend_prompts: AttendPrompts | None = None
-    """Computes the attention of the prompts; None: Triton does."""
+    """Function that computes the attention of the prompts; None: Triton kernels do."""
 
     def get_query_tiles(self, queries_per_tile: int) -> QueryTiles:
         """Return the tiles of the prompts' queries. They are uploaded once a step.
 
-        The last queries come first: they see the most keys, and a tile that takes long should not start late.
+        The last tiles come first: they see the most keys, and should not start late.
         """
         if queries_per_tile not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
             sequence, first_query = make_query_tiles(self.batch, queries_per_tile)
-            self.tiles_by_size[queries_per_tile] = QueryTiles(
-                *upload([sequence[::-1], first_query[::-1]], self.slot_rows.device)
-            )
+            tensors = upload([sequence[::-1], first_query[::-1]], self.slot_rows.device)
+            self.tiles_by_size[queries_per_tile] = QueryTiles(*tensors)
         return self.tiles_by_size[queries_per_tile]
 
 
-def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
-    """Cut the queries of each prompt into tiles of `size`. Returns (sequence of each tile, its first query in that).
+def make_query_tiles(batch: RaggedBatch, tile_size: int) -> tuple[IntArray, IntArray]:
+    """Cut the queries of each prompt into tiles. Returns (index of each tile's sequence, tile's first query in it).
 
     Decoding sequences have one query each, come first in the batch, and get no tile. Prompts of 3 and 5 queries after
     one decoding sequence, in tiles of 4, give ([1, 2, 2], [0, 0, 4]).
     """
-    counts = np.diff(batch.query_starts)[batch.decode_count :]
-    tiles = -(-counts // size)  # rounded up
-    seq = np.repeat(np.arange(batch.decode_count, batch.decode_count + len(counts)), tiles)
-    first = np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    return seq, first * size
+    query_counts = np.diff(batch.query_starts)[batch.decode_count :]
+    tile_counts = -(-query_counts // tile_size)  # rounded up
+    first_tiles = np.cumsum(tile_counts) - tile_counts
+    prompts = np.arange(batch.decode_count, batch.decode_count + len(query_counts))
+    index_in_prompt = np.arange(int(tile_counts.sum())) - np.repeat(first_tiles, tile_counts)
+    return np.repeat(prompts, tile_counts), index_in_prompt * tile_size
 
 
 def plan_attention(
@@ -133,15 +132,14 @@ def plan_attention(
 def make_fixed_decode_plan(
     max_sequences: int, width: int, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
-    """Make a plan of `max_sequences` decoding sequences of up to `width` blocks, all padding until it is refilled.
+    """Make the attention plan of a recorded decode step (CUDA graph), which always reads the same device memory.
 
-    A recorded step (a CUDA graph) always reads the same addresses. So its plan is made once, and refilled for each
-    batch.
+    It has room for `max_sequences` decoding sequences of up to `width` cache blocks. All of them are padding until
+    `refill_decode_plan` writes a batch into the plan. `split_count`: parts into which contexts are cut.
     """
-    # Each row of the buffer begins at a multiple of 16 bytes. Slot -1 marks padding.
-    padded_sequence_count = ceil_div(max_sequences, ALIGNED_INTS) * ALIGNED_INTS
+    padded_sequence_count = ceil_div(max_sequences, ALIGNED_INTS) * ALIGNED_INTS  # aligns each row of the buffer
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
-    buffer[0] = -1
+    buffer[0] = PADDING_SLOT
     return AttentionPlan(
         slot_rows=buffer[0, :max_sequences],
         query_starts=torch.arange(max_sequences + 1, dtype=torch.int32, device=device),
@@ -156,24 +154,26 @@ def make_fixed_decode_plan(
 
 
 def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
-    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding.
+    """Write a batch of decoding sequences into the plan of a recorded decode step (CUDA graph).
 
-    Slots, lengths and table rows go to the device in one transfer; the block table is gathered there from `table`.
+    The plan may have room for more sequences; those become padding. Slots, lengths and table rows go to the device in
+    one transfer. The block table is gathered there, from the table of all running sequences.
     """
-    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, count_context_blocks(batch, kv)
+    max_sequences = plan.decode_count
+    sequence_count = batch.decode_count
+    width = count_context_blocks(batch, kv)
     assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
     assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
     assert plan.refill_buffer is not None, "not a fixed plan"
     assert table.block_start_rows is not None
     host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
-    host_buffer[0] = -1
+    host_buffer[0] = PADDING_SLOT
     host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)
     host_buffer[1, :sequence_count] = batch.context_lens
     host_buffer[2, :sequence_count] = table.table_rows
     overwrite(plan.refill_buffer.view(-1), host_buffer)
-    torch.index_select(
-        table.block_start_rows[:width], 1, plan.refill_buffer[2, :max_sequences], out=plan.block_table[:width]
-    )
+    table_rows = plan.refill_buffer[2, :max_sequences]
+    torch.index_select(table.block_start_rows[:width], 1, table_rows, out=plan.block_table[:width])
 
 
 @dataclass(frozen=True, slots=True)

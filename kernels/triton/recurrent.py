@@ -7,6 +7,8 @@ Decoding sequences take one launch together, prompts one to three. See `kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,11 +32,11 @@ SCAN_WARPS = 4
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
-    """Convolve each channel of a batch over its sequence's last `width` tokens. Returns [tokens, channels].
+    """Apply a causal depthwise convolution: each output channel is a weighted sum of its last `width` inputs.
 
-    The first sequences of the batch decode one token each, in one launch together. The others are prompts.
-    x: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of each sequence
-    before this step's tokens; updated in place. A sequence's unit, its index in `tails`, is in `plan.units`.
+    The batch has decoding sequences, of one token each, which take one launch together, and then prompts. x and the
+    result: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of each
+    sequence before this step's tokens, updated in place. A sequence's index in `tails` is in `plan.units`.
     """
     num_tokens, channels = x.shape
     width = weight.shape[1]
@@ -42,11 +44,12 @@ def causal_conv(
     assert weight.is_contiguous()
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     strides = (x.stride(0), tails.stride(0), tails.stride(1), channels)
-    bias_or_placeholder = weight if bias is None else bias  # without BIAS, the kernels read no bias
-    inputs = (x, weight, bias_or_placeholder, tails)
+    bias_or_unused = weight if bias is None else bias  # without BIAS, the kernels read no bias
+    inputs = (x, weight, bias_or_unused, tails)
     constants = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
     channels_per_block = min(round_up_to_power_of_two(channels, 16), 256)
     channel_block_count = ceil_div(channels, channels_per_block)
+
     if plan.decode_count:
         triton_conv.convolve_step[(plan.decode_count, channel_block_count)](
             *inputs, plan.units, out, *strides, BLOCK=channels_per_block, **constants
@@ -67,14 +70,14 @@ def causal_conv(
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Apply the gated delta rule to a batch: update the sequences' states, and return the output of each token.
+    """Apply the gated delta rule (linear attention) to a batch: update the sequences' states, and return the outputs.
 
-    The rule is defined in `kernels.reference.recurrent`. The batch begins with the decoding sequences, of one token
-    each, which one launch advances. Prompts are cut into chunks of `STATE_CHUNK` tokens and take two launches. The
-    first does the work that needs no state, for all chunks at once. The second passes each state from chunk to chunk.
+    The batch begins with the decoding sequences, of one token each, which one launch advances. Prompts are cut into
+    chunks of `STATE_CHUNK` tokens and take two launches. The first does the work that needs no state, for all chunks at
+    once. The second passes each state from chunk to chunk. `kernels.reference.recurrent` defines the rule.
 
     q, k: [tokens, key_heads, key_dim]. v and the result: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads].
-    states: [units, heads, key_dim, value_dim].
+    states: [units, heads, key_dim, value_dim], updated in place; a sequence's index in it is in `plan.units`.
     """
     num_tokens, num_heads, value_dim = v.shape
     key_dim = q.shape[2]
@@ -85,39 +88,39 @@ def gated_delta(
     scale = key_dim**-0.5
     qk_strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_strides = (v.stride(0), v.stride(1))
+    padded_key_dim = round_up_to_power_of_two(key_dim, 16)
     padded_value_dim = round_up_to_power_of_two(value_dim, 16)
     # Columns of a state are independent, so a program holds few of them in registers. The interpreter runs programs one
     # after another, and takes all.
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
-    padded_key_dim = round_up_to_power_of_two(key_dim, 16)
-    constants = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
     value_block_count = ceil_div(value_dim, block_v)
+    constants: dict[str, Any] = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim}
+
     if plan.decode_count:
         triton_delta.advance_delta_state[(plan.decode_count, num_heads, value_block_count)](
-            q, k, v, log_decay, rate, states, plan.units, out, *qk_strides, *v_strides, states.stride(0), num_heads,
-            scale,
-            BLOCK_V=block_v, **constants,
+            q, k, v, log_decay, rate, states, plan.units, out,
+            *qk_strides, *v_strides, states.stride(0), num_heads, scale,
+            BLOCK_K=padded_key_dim, BLOCK_V=block_v, **constants,
         )  # fmt: skip
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        # Results of the first launch for the second. A token changes the state S that its chunk begins with by
-        # new_v - new_k @ S. `inner` has the product of the token's query with each key of its chunk.
-        new_v, new_k, inner = (
-            torch.empty((num_tokens, num_heads, size), dtype=torch.float32, device=v.device)
-            for size in (value_dim, key_dim, STATE_CHUNK)
-        )
-        chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(v)}
+        # A token changes the state S that its chunk begins with by new_v - new_k @ S. `inner` has the products of the
+        # token's query with the keys of its chunk.
+        new_v = torch.empty((num_tokens, num_heads, value_dim), dtype=torch.float32, device=v.device)
+        new_k = torch.empty((num_tokens, num_heads, key_dim), dtype=torch.float32, device=v.device)
+        inner = torch.empty((num_tokens, num_heads, STATE_CHUNK), dtype=torch.float32, device=v.device)
+        constants |= {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(v)}
         triton_delta.prepare_delta_chunks[(plan.tile_seq.shape[0], num_heads)](
             q, k, v, log_decay, rate, plan.query_starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
-            *qk_strides, *v_strides, num_heads, scale, GROUP=num_heads // q.shape[1], KEY=key_dim, VALUE=value_dim,
+            *qk_strides, *v_strides, num_heads, scale,
             LEVELS=STATE_CHUNK.bit_length() - 1, BLOCK=min(64, max(padded_value_dim, padded_key_dim)), num_warps=4,
-            **chunk_constants,
+            **constants,
         )  # fmt: skip
         triton_delta.scan_delta_chunks[(prompt_count, num_heads, value_block_count)](
-            q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out, *qk_strides,
-            states.stride(0),
-            num_heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=SCAN_WARPS,
-            num_stages=choose_scan_stages(padded_key_dim, v.device), **chunk_constants, **constants,
+            q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out,
+            *qk_strides, states.stride(0), num_heads, scale, plan.decode_count,
+            BLOCK_K=padded_key_dim, BLOCK_V=block_v, num_warps=SCAN_WARPS,
+            num_stages=choose_scan_stages(padded_key_dim, v.device), **constants,
         )  # fmt: skip
     return out
 
@@ -125,32 +128,36 @@ def gated_delta(
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Advance the Mamba-2 states of a batch in place, and return the outputs: [tokens, heads, head_dim].
+    """Apply Mamba-2's recurrence to a batch: update the sequences' states, and return the outputs.
 
-    A decoding sequence advances by one token. A prompt is scanned in chunks of `STATE_CHUNK` tokens.
-    x: [tokens, heads, head_dim]. b and c: [tokens, groups, state_dim]. states: [units, heads, head_dim, state_dim].
+    The batch begins with the decoding sequences, of one token each, which one launch advances. Prompts are computed in
+    chunks of `STATE_CHUNK` tokens by two launches. x and the result: [tokens, heads, head_dim]. dt: [tokens, heads].
+    rate, skip: [heads]. b, c: [tokens, groups, state_dim]. states: [units, heads, head_dim, state_dim], updated in
+    place; a sequence's index in it is in `plan.units`.
     """
     num_tokens, num_heads, head_dim = x.shape
-    state_dim = b.shape[2]
+    num_groups, state_dim = b.shape[1:]
     assert states.stride()[1:] == (head_dim * state_dim, state_dim, 1)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
+
     bc_strides = (b.stride(0), b.stride(1), c.stride(0), c.stride(1))
     strides = (x.stride(0), x.stride(1), *bc_strides, states.stride(0), num_heads)
     padded_dim = round_up_to_power_of_two(head_dim, 16)
     dims_per_block = padded_dim if INTERPRETED else min(padded_dim, 32)
     padded_state_dim = round_up_to_power_of_two(state_dim, 16)
     block_sizes = {"BLOCK_P": dims_per_block, "BLOCK_S": padded_state_dim}
-    constants = {"PER_GROUP": num_heads // b.shape[1], "DIM": head_dim, "STATE": state_dim, **block_sizes}
+    constants = {"PER_GROUP": num_heads // num_groups, "DIM": head_dim, "STATE": state_dim, **block_sizes}
     dim_block_count = ceil_div(head_dim, dims_per_block)
+
     if plan.decode_count:
         triton_ssm.advance_ssm_state[(plan.decode_count, num_heads, dim_block_count)](
             *inputs, plan.units, out, *strides, **constants
         )
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        num_groups = b.shape[1]
         chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
+        # Products of each token's C with the B of the tokens of its chunk, which the heads of a group share.
         scores = torch.empty((num_tokens, num_groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
         triton_ssm.compute_ssm_scores[(plan.tile_seq.shape[0], num_groups)](
             b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *bc_strides, num_groups,

@@ -21,25 +21,22 @@ def norm_rows(
     other_inner_stride, weight_inner_stride, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Apply root mean square norm to ROWS rows, with a residual or a gate.
+    """Apply root mean square norm to ROWS of `rows` rows, each of DIM elements, with a residual or a gate.
 
+    x, other, out: [rows / inner, inner, DIM], such as [tokens, heads, DIM]. weight: [DIM], or [inner, DIM].
     MODE: "plain"; "add" adds x to the residual `other`, stores the sum there and norms it; "before" and "after"
     multiply by the silu of the gate `other` before or after the norm. ZERO_CENTRED: the weight is the gain minus one.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK)
-    outer_index = (row // inner).to(tl.int64)
-    inner_index = row % inner
-    mask = (row < rows)[:, None] & (dim < DIM)[None, :]
-    x = tl.load(
-        x_ptr + outer_index[:, None] * x_outer_stride + inner_index[:, None] * x_inner_stride + dim[None, :],
-        mask=mask,
-        other=0.0,
-    )
+    dim = tl.arange(0, BLOCK)[None, :]
+    outer_index = (row // inner).to(tl.int64)[:, None]
+    inner_index = (row % inner)[:, None]
+    mask = (row < rows)[:, None] & (dim < DIM)
+    x_ptrs = x_ptr + outer_index * x_outer_stride + inner_index * x_inner_stride + dim
+    other_ptrs = other_ptr + outer_index * other_outer_stride + inner_index * other_inner_stride + dim
+    weight_ptrs = weight_ptr + inner_index * weight_inner_stride + dim
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
     value = x.to(tl.float32)
-    other_ptrs = (
-        other_ptr + outer_index[:, None] * other_outer_stride + inner_index[:, None] * other_inner_stride + dim[None, :]
-    )
     if MODE == "add":
         total = (value + tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(other_ptrs, total, mask=mask)
@@ -48,16 +45,14 @@ def norm_rows(
         gate = tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)
         value = value * gate / (1.0 + tl.exp(-gate))
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps)
-    gain = tl.load(weight_ptr + inner_index[:, None] * weight_inner_stride + dim[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    gain = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
     if ZERO_CENTRED:
         gain += 1.0
     value = value * scale[:, None] * gain
     if MODE == "after":
         gate = tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)
         value = value * gate / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * DIM + dim[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * DIM + dim, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @launch_cheaply
@@ -68,57 +63,59 @@ def rotate_rows(
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_COPIED: tl.constexpr
 ):  # fmt: skip
-    """Apply rotary embedding to ROWS rows, of `rows` in all. A row is one head of one token.
+    """Apply rotary embedding to ROWS of `rows` rows, after a root mean square norm if NORM. A row is a head of a token.
 
-    Dims i and HALF + i are rotated together, by the token's angle i. The dims from 2 * HALF on are copied. `sin_ptr`
+    Dims i and HALF + i are rotated together, by angle i of the token. The dims from 2 * HALF on are copied. `sin_ptr`
     has -sin for the first half of these dims and +sin for the second: first * cos - second * sin, second * cos + first
-    * sin. NORM: root mean square norm before the rotation. ZERO_CENTRED: the norm's weight is the gain minus one.
-    BLOCK, BLOCK_COPIED: HALF and the number of copied dims, rounded up to powers of two; BLOCK_COPIED may be 0.
+    * sin. x, out: [tokens, heads, DIM]. cos, sin: [tokens, 2 * HALF]. weight: gains of the norm, [DIM] or [heads, DIM];
+    ZERO_CENTRED: they are stored minus one. BLOCK, BLOCK_COPIED: HALF and the number of copied dims, rounded up to
+    powers of two; BLOCK_COPIED may be 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = (row // heads).to(tl.int64)
-    head = row % heads
-    dim = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (dim < HALF)[None, :]
-    source = x_ptr + token[:, None] * x_token_stride + head[:, None] * x_head_stride
+    token = (row // heads).to(tl.int64)[:, None]
+    head = (row % heads)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows)[:, None] & (dim < HALF)
+    source = x_ptr + token * x_token_stride + head * x_head_stride
     target = out_ptr + row.to(tl.int64)[:, None] * DIM
-    first = tl.load(source + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim, mask=mask, other=0.0).to(tl.float32)
     if BLOCK_COPIED > 0:
-        copied_dim = 2 * HALF + tl.arange(0, BLOCK_COPIED)
-        copied_mask = (row < rows)[:, None] & (copied_dim < DIM)[None, :]
-        copied = tl.load(source + copied_dim[None, :], mask=copied_mask, other=0.0).to(tl.float32)
+        copied_dim = 2 * HALF + tl.arange(0, BLOCK_COPIED)[None, :]
+        copied_mask = (row < rows)[:, None] & (copied_dim < DIM)
+        copied = tl.load(source + copied_dim, mask=copied_mask, other=0.0).to(tl.float32)
     if NORM:
-        gains = weight_ptr + head[:, None] * weight_head_stride
+        gains = weight_ptr + head * weight_head_stride
         offset = 1.0 if ZERO_CENTRED else 0.0
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if BLOCK_COPIED > 0:
             squares += tl.sum(copied * copied, 1)
         scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
-        first = first * scale * (tl.load(gains + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
-        second = second * scale * (tl.load(gains + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
+        first = first * scale * (tl.load(gains + dim, mask=mask, other=0.0).to(tl.float32) + offset)
+        second = second * scale * (tl.load(gains + HALF + dim, mask=mask, other=0.0).to(tl.float32) + offset)
         if BLOCK_COPIED > 0:
-            copied = (
-                copied * scale * (tl.load(gains + copied_dim[None, :], copied_mask, other=0.0).to(tl.float32) + offset)
-            )
-    cos_ptrs = cos_ptr + token[:, None] * cos_token_stride + dim[None, :]
-    sin_ptrs = sin_ptr + token[:, None] * sin_token_stride + dim[None, :]
-    first_out = first * tl.load(cos_ptrs, mask=mask, other=0.0) + second * tl.load(sin_ptrs, mask=mask, other=0.0)
-    second_out = second * tl.load(cos_ptrs + HALF, mask=mask, other=0.0) + first * tl.load(
-        sin_ptrs + HALF, mask=mask, other=0.0
-    )
-    tl.store(target + dim[None, :], first_out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + HALF + dim[None, :], second_out.to(out_ptr.dtype.element_ty), mask=mask)
+            copied = copied * scale * (tl.load(gains + copied_dim, copied_mask, other=0.0).to(tl.float32) + offset)
+    cos_ptrs = cos_ptr + token * cos_token_stride + dim
+    sin_ptrs = sin_ptr + token * sin_token_stride + dim
+    first_cos = tl.load(cos_ptrs, mask=mask, other=0.0)
+    first_sin = tl.load(sin_ptrs, mask=mask, other=0.0)
+    second_cos = tl.load(cos_ptrs + HALF, mask=mask, other=0.0)
+    second_sin = tl.load(sin_ptrs + HALF, mask=mask, other=0.0)
+    first_out = first * first_cos + second * first_sin
+    second_out = second * second_cos + first * second_sin
+    tl.store(target + dim, first_out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + HALF + dim, second_out.to(out_ptr.dtype.element_ty), mask=mask)
     if BLOCK_COPIED > 0:
-        tl.store(target + copied_dim[None, :], copied.to(out_ptr.dtype.element_ty), mask=copied_mask)
+        tl.store(target + copied_dim, copied.to(out_ptr.dtype.element_ty), mask=copied_mask)
 
 
 @launch_cheaply
 @triton.jit
 def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute activation(first half) * second half of each row of x, [rows, 2 * SIZE]. Grid: (rows, column blocks).
+    """Compute the activation of a gated MLP: out = activation(first half of x's row) * second half.
 
-    The activation is silu, or gelu (with tanh) if GELU. One program computes BLOCK columns of a row of out.
+    The activation is silu, or gelu (with tanh) if GELU. x: [rows, 2 * SIZE]. out: [rows, SIZE]. The grid is (rows,
+    blocks of BLOCK columns).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

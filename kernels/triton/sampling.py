@@ -61,19 +61,23 @@ def choose_pivots(low, high):
 
 @triton.jit
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
-    """Choose the part of [low, high) in which the searched key lies, from the amounts at or above three pivots.
+    """Choose the part of [low, high) in which a search for a logit's key goes on. Three pivots cut it in four parts.
 
-    The amount, of tokens or of their weights, is at least `target` at the new low, and less at the new high. Returns
-    (low, high, amount at low, amount at high).
+    `at_low`, `at_first` and so on: number (or weight) of the tokens with a key of at least `low`, `first` and so on. It
+    falls with the key. The searched key is the largest at which it reaches `target`. Returns (low, high, at_low,
+    at_high) of the part.
     """
-    new_low = tl.where(at_third >= target, third, tl.where(at_second >= target, second,
-                       tl.where(at_first >= target, first, low)))  # fmt: skip
-    new_high = tl.where(at_third >= target, high, tl.where(at_second >= target, third,
-                        tl.where(at_first >= target, second, first)))  # fmt: skip
-    new_at_low = tl.where(at_third >= target, at_third, tl.where(at_second >= target, at_second,
-                          tl.where(at_first >= target, at_first, at_low)))  # fmt: skip
-    new_at_high = tl.where(at_third >= target, at_high, tl.where(at_second >= target, at_third,
-                           tl.where(at_first >= target, at_second, at_first)))  # fmt: skip
+    reaches_first = at_first >= target
+    reaches_second = at_second >= target
+    reaches_third = at_third >= target
+    new_low = tl.where(reaches_third, third, tl.where(reaches_second, second, tl.where(reaches_first, first, low)))
+    new_high = tl.where(reaches_third, high, tl.where(reaches_second, third, tl.where(reaches_first, second, first)))
+    new_at_low = tl.where(
+        reaches_third, at_third, tl.where(reaches_second, at_second, tl.where(reaches_first, at_first, at_low))
+    )
+    new_at_high = tl.where(
+        reaches_third, at_high, tl.where(reaches_second, at_third, tl.where(reaches_first, at_second, at_first))
+    )
     return new_low, new_high, new_at_low, new_at_high
 
 
@@ -90,15 +94,14 @@ def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the key of the token that is the `target_count`-th largest; `encode_order` makes keys of logits.
+    """Find the edge of top_k: the key of the `target_count`-th largest logit of a row, without sorting.
 
-    Each pass over the row counts the tokens from three pivots on, which leaves a quarter of the interval.
+    A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Returns (edge, quota): top_k
+    keeps the tokens above the edge, and the first `quota` tokens on it; KEEP_ALL: all of them. Each pass over the row
+    counts the tokens from three pivots on, which leaves a quarter of the interval [low, high) of keys.
 
-    Returns (edge, quota). The `target_count` largest tokens are those above the edge and the first `quota` tokens on
-    the edge. The quota is KEEP_ALL if all tokens on the edge belong to them.
-
-    `low` and `high` (int64) bound the edge: `at_low` tokens have a key of at least `low`, and `at_low` is at least
-    `target_count`. No token has a key of `high` or more. Logits below `floor` count as -inf.
+    At first, `at_low` tokens have a key of at least `low`, not fewer than `target_count`, and no token one of `high` or
+    more. low and high are int64. Logits below `floor` count as -inf.
     """
     lane = tl.arange(0, BLOCK)
     at_high = tl.full((), 0, tl.int32)
@@ -126,9 +129,9 @@ def find_mass_edge(
 ):
     """Find the edge of top_p: the largest key from which on the tokens weigh at least `target_mass` together.
 
-    Returns (edge, weight of the tokens above it). A key is an integer in the order of the logits (`encode_order`, which
-    explains SHIFT), and `low` <= edge < `high`. A token weighs 2 ** ((logit - peak) * scale); logits below `floor` do
-    not count. Each pass over the row sums the weights from three pivots on, which leaves a quarter of the interval.
+    A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Returns (edge, weight of the
+    tokens above it), with `low` <= edge < `high`. A token weighs 2 ** ((logit - peak) * scale); logits below `floor`
+    do not count. Each pass over the row sums the weights from three pivots on, which leaves a quarter of the interval.
     """
     lane = tl.arange(0, BLOCK)
     mass_at_low = target_mass
@@ -171,11 +174,12 @@ def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr
 def find_token(
     row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the token at which the running sum of the kept weights, by id, passes `target`.
+    """Draw a token of a row of logits: the first, by id, at which the running sum of the kept weights exceeds `target`.
 
-    Kept are the tokens with a key (see `encode_order`) above `edge`, and the first `quota` tokens on it. If `target` is
-    uniform in [0, sum of the kept weights), this draws each kept token with a probability in proportion to its weight.
-    `token` is returned if rounding keeps the sum from passing.
+    If `target` is uniform in [0, sum of the kept weights), a token's probability is in proportion to its weight, 2 **
+    ((logit - peak) * scale). top_k and top_p keep the tokens with a key above `edge`, and the first `quota` tokens on
+    it; a key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Logits below `floor`
+    count as -inf. Returns `token` if by rounding the sum does not exceed `target`.
     """
     lane = tl.arange(0, BLOCK)
     running_mass = target * 0.0
@@ -196,11 +200,11 @@ def find_token(
         mass = tl.sum(weight, 0).to(tl.float64)
         if running_mass + mass > target:
             sums = running_mass + tl.cumsum(weight, 0).to(tl.float64)
-            last_token = tl.max(tl.where(weight > 0.0, tile_start + lane, 0), 0)  # sums of one tile may round apart
-            token = tl.minimum(
-                tl.min(tl.where((sums > target) & (weight > 0.0), tile_start + lane, vocab), 0), last_token
-            )
-            tile_start = tile_start * 0 + vocab
+            is_past = (sums > target) & (weight > 0.0)
+            first_past = tl.min(tl.where(is_past, tile_start + lane, vocab), 0)
+            last_kept = tl.max(tl.where(weight > 0.0, tile_start + lane, 0), 0)
+            token = tl.minimum(first_past, last_kept)  # by rounding, no token may be past
+            tile_start = tile_start * 0 + vocab  # ends the loop
         else:
             running_mass += mass
             ties_seen = tl.minimum(ties_seen + ties, quota)

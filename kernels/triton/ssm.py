@@ -34,8 +34,9 @@ def advance_ssm_state(
     """Advance the Mamba-2 states of decoding sequences by one token each, and write the outputs.
 
     For each head: state <- exp(dt * rate) * state + dt * x b^T, and the output is state c + skip * x. A state is [DIM,
-    STATE]; PER_GROUP heads share b and c. The grid is (sequences, heads, dim blocks). A negative unit marks padding,
-    which has no state.
+    STATE]. x, out: [sequences, heads, DIM]. dt: [sequences, heads]. rate, skip: [heads]. b, c: [sequences, groups,
+    STATE]; the PER_GROUP heads of a group share them. units: [sequences], index into states; a negative one marks
+    padding, which has no state. The grid is (sequences, heads, blocks of BLOCK_P dims).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -45,13 +46,12 @@ def advance_ssm_state(
     in_dim = dim < tl.where(unit >= 0, DIM, 0)
     in_state = state_dim < STATE
     group = head // PER_GROUP
-    x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dim, mask=in_dim, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * b_token_stride + group * b_group_stride + state_dim, mask=in_state, other=0.0).to(
-        tl.float32
-    )
-    c = tl.load(c_ptr + token * c_token_stride + group * c_group_stride + state_dim, mask=in_state, other=0.0).to(
-        tl.float32
-    )
+    x_ptrs = x_ptr + token * x_token_stride + head * x_head_stride + dim
+    b_ptrs = b_ptr + token * b_token_stride + group * b_group_stride + state_dim
+    c_ptrs = c_ptr + token * c_token_stride + group * c_group_stride + state_dim
+    x = tl.load(x_ptrs, mask=in_dim, other=0.0).to(tl.float32)
+    b = tl.load(b_ptrs, mask=in_state, other=0.0).to(tl.float32)
+    c = tl.load(c_ptrs, mask=in_state, other=0.0).to(tl.float32)
     dt = tl.load(dt_ptr + token * heads + head).to(tl.float32)
     decay = tl.exp(dt * tl.load(rate_ptr + head).to(tl.float32))
     state_ptrs = (
@@ -71,12 +71,13 @@ def compute_ssm_scores(
     c_token_stride, c_group_stride, groups,
     STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Compute the scores of each chunk of CHUNK tokens: the products c_t . b_j of its tokens t and j.
+    """Compute Mamba-2's scores of each chunk of CHUNK tokens: the products c_t . b_j of its tokens t and j.
 
-    They say how much token j adds to the output of token t. `scan_ssm_chunks` weighs them with decays, and leaves out
-    those with j > t. All heads of a group share them. The grid is (chunks, groups). chunk_seq, chunk_token: sequence
-    and first token of each chunk. starts: first token of each sequence, then the end of the last. b, c: [tokens,
-    groups, STATE], read BLOCK columns at a time. scores: [tokens t, groups, CHUNK]; j counts from the chunk's start.
+    As in attention, they say how much token j adds to the output of token t. `scan_ssm_chunks` weighs them with decays,
+    and leaves out those with j > t. All heads of a group share them. chunk_seq, chunk_token: sequence and first token
+    of each chunk. starts: first token of each sequence, then the end of the last. b, c: [tokens, groups, STATE], read
+    BLOCK columns at a time. scores: [tokens t, groups, CHUNK]; j counts from the chunk's start. The grid is (chunks,
+    groups).
     """
     chunk = tl.program_id(0)
     group = tl.program_id(1)
@@ -88,13 +89,11 @@ def compute_ssm_scores(
     for first_dim in range(0, STATE, BLOCK):
         state_dim = first_dim + tl.arange(0, BLOCK)
         mask = is_valid[:, None] & (state_dim < STATE)[None, :]
-        b = tl.load(
-            b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :], mask=mask, other=0.0
-        )
-        c = tl.load(
-            c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :], mask=mask, other=0.0
-        )
-        scores = tl.dot(c.to(tl.float32), tl.trans(b.to(tl.float32)), scores, input_precision=PRECISION)
+        b_ptrs = b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :]
+        c_ptrs = c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :]
+        b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
+        c = tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
+        scores = tl.dot(c, tl.trans(b), scores, input_precision=PRECISION)
     target = scores_ptr + (token * groups + group)[:, None] * CHUNK + chunk_offset[None, :]
     tl.store(target, scores, mask=is_valid[:, None])
 
