@@ -31,9 +31,10 @@ BUILDER_BY_ARCHITECTURE: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] 
 
 
 def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
-    """Build the model of a config, without its weights; with several ranks, this rank's part of it.
+    """Build the model that a checkpoint's config.json describes, without its weights.
 
-    Raises ModelError for what is not supported, or cannot be split so.
+    `shard`: the part of the model that this process holds under tensor parallelism; None: all of it. Raises ModelError
+    if the model is not supported, or cannot be split over so many ranks.
     """
     build = BUILDER_BY_ARCHITECTURE.get(config.architecture)
     if build is None:

@@ -33,7 +33,7 @@ from engine.models.weights import Weight, WeightScope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and settings of a decoder, and the names of its weights in the checkpoint."""
+    """Sizes and settings of a decoder-only model, and the names of its weights in the checkpoint."""
 
     vocab_size: int
     hidden_size: int
@@ -42,8 +42,9 @@ class DecoderConfig:
     max_positions: int
     """Longest context that the checkpoint was made for, in tokens."""
     tie_embeddings: bool
-    """Whether the head has the weights of the embedding."""
+    """Whether embedding and output head share one matrix."""
     zero_centred_norm: bool = False
+    """Whether the checkpoint stores the gains of norms minus one."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the output of every mixer and MLP, before it is added to the residual."""
@@ -54,7 +55,7 @@ class DecoderConfig:
 
     @staticmethod
     def from_hf(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
-        """Read the config under the names most families use; the arguments are the family's defaults."""
+        """Read a config.json with the names that most families use. The arguments are the family's defaults."""
         return DecoderConfig(
             vocab_size=config.get_integer("vocab_size"),
             hidden_size=config.get_integer("hidden_size"),
@@ -78,15 +79,20 @@ class CausalLM:
         ignored_prefixes: tuple[str, ...] = (),
         renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
-        """Declare the weights of all blocks, and number the layers as the cache and the kernels address them.
+        """Declare the weights of all blocks, which the loader fills, and number the attention and recurrent layers.
 
         `prefix`: beginning of the tensors' names in a checkpoint, such as "model" for model.layers.0.
         `make_block`: makes a block from the scope of its weights (model.layers.0) and its index (0).
         `ignored_prefixes`: tensors that are not loaded, such as a vision tower.
         `renamed_prefixes`: prefix that some checkpoints of the family use -> prefix of this model.
         """
-        body_scope = root_scope.enter_scope(prefix)
         self.config = config
+        self.shard = root_scope.shard
+        self.samples_tokens = root_scope.shard.rank == 0
+        """Whether this rank has whole logits to sample from."""
+
+        # layers
+        body_scope = root_scope.enter_scope(prefix)
         head_name = None if config.tie_embeddings else config.head_name
         self.vocabulary = Vocabulary(
             body_scope, root_scope, f"{config.embedding_name}.weight", head_name, config.vocab_size, config.hidden_size
@@ -94,23 +100,22 @@ class CausalLM:
         layers_scope = body_scope.enter_scope("layers")
         self.blocks = [make_block(layers_scope.enter_scope(i), i) for i in range(config.num_layers)]
         self.norm = RMSNorm(body_scope, config.norm_name, config.hidden_size, config.norm_eps, config.zero_centred_norm)
-        self.shard = root_scope.shard
-        self.samples_tokens = root_scope.shard.rank == 0
-        """Whether this rank has whole logits to sample from."""
+
+        # tensors of the checkpoint
         self.weights: list[Weight] = root_scope.weights
         self.ignored_prefixes = ((config.head_name,) if config.tie_embeddings else ()) + ignored_prefixes
-        """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed_prefixes = renamed_prefixes or {}
-        """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
+
+        # layers in which tokens depend on other tokens
         mixers = [block.mixer for block in self.blocks]
         self.attention_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
         """(index of the block, its attention layer)."""
         self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
         """(index of the block, its recurrent layer)."""
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """Index of the last block in which tokens depend on other tokens. After it, only selected rows are computed."""
+        """Index of the last block with such a layer. After it, only selected rows are computed."""
         self._layers_by_group = _group_layers(self.attention_layers)
-        """The attention layers of each cache group, with the indices of their blocks."""
+        """Attention layers that share a block table, by group, with the indices of their blocks."""
         self._rope_configs: list[RopeConfig] = []
         """The different settings of rotary embedding that the attention layers have; equal layers share one table."""
         self._number_layers()
@@ -120,7 +125,8 @@ class CausalLM:
         ropes = self._rope_configs
         for group_index, layers in enumerate(self._layers_by_group):
             for group_layer_index, (_, attention) in enumerate(layers):
-                attention.group_index, attention.group_layer_index = group_index, group_layer_index
+                attention.group_index = group_index
+                attention.group_layer_index = group_layer_index
                 rope = attention.config.rope
                 if rope is not None:
                     if rope not in ropes:
@@ -171,18 +177,19 @@ class CausalLM:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
     def forward(self, token_ids: Tensor, context: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
-        """Compute the hidden states after the last norm, [tokens, hidden], and store the tokens' KV and state.
+        """Run the model on a step's tokens: store their KV and state, and return the hidden states after the last norm.
 
-        `selected_tokens`: indices of the rows that are returned; None: all. The other rows are dropped after the last
-        attention or recurrent layer, because until then the selected rows depend on them.
+        `selected_tokens`: indices of the tokens to return; None: all. The others are dropped after the last attention
+        or recurrent layer, because until then the selected tokens depend on them. Returns [selected tokens, hidden].
         """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # a host tensor: no copy to wait for
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, context, selected_tokens if index == self._last_mixer_index else None)
-            if x.shape[0] == 0:  # no row is asked for, and the cache is filled
+            is_last_mixer = index == self._last_mixer_index
+            x, residual = block(x, residual, context, selected_tokens if is_last_mixer else None)
+            if x.shape[0] == 0:  # no token is selected, and the cache is filled
                 return x
         assert residual is not None
         normed, _ = self.norm.add(x, residual, context)
@@ -221,9 +228,9 @@ def _group_layers(layers: Sequence[tuple[int, Attention]]) -> list[list[tuple[in
 def read_attention_config(
     config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, rotary_fraction: float = 1.0
 ) -> AttentionConfig:
-    """Read the attention config under the names most families use.
+    """Read the attention settings of a config.json with the names that most families use. Raises ModelError.
 
-    `theta` and `rotary_fraction` are the family's rotary defaults.
+    `theta` and `rotary_fraction`: the family's defaults of rotary embedding.
     """
     num_heads = config.get_integer("num_attention_heads")
     num_kv_heads = config.get_optional_integer("num_key_value_heads") or num_heads
@@ -262,19 +269,21 @@ def build_alternating_decoder(
     ignored_prefixes: tuple[str, ...] = (),
     renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
-    """Build a decoder of blocks that have a mixer, made by `mixers[i]` in block i, and then an MLP, each after a norm.
+    """Build a decoder in which each block has a mixer (attention or a recurrent layer) and an MLP, each after a norm.
 
-    `norms`: names of the two norms in the checkpoint.
+    `mixers`: for each block, a function that makes its mixer. `make_mlp`: makes the MLP of the block with an index.
+    `norms`: names of a block's two norms in the checkpoint. The prefixes are those of `CausalLM`.
     """
 
+    def make_norm(scope: WeightScope, name: str) -> RMSNorm:
+        return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm)
+
     def make_block(scope: WeightScope, index: int) -> DecoderBlock:
-        mixer_norm, mlp_norm = (
-            RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm) for name in norms
-        )
+        mixer_norm_name, mlp_norm_name = norms
         return DecoderBlock(
-            mixer_norm=mixer_norm,
+            mixer_norm=make_norm(scope, mixer_norm_name),
             mixer=mixers[index](scope),
-            mlp_norm=mlp_norm,
+            mlp_norm=make_norm(scope, mlp_norm_name),
             mlp=make_mlp(scope, index),
             residual_scale=decoder.residual_scale,
         )
@@ -293,9 +302,10 @@ def build_dense_decoder(
     window_by_layer: Sequence[int | None] | None = None,
     make_mlp: MakeMLP | None = None,
 ) -> CausalLM:
-    """Build a decoder as Llama is: every block is attention and then a gated MLP, with Llama's names of the weights.
+    """Build a decoder like Llama: every block is attention and then an MLP, and the weights have Llama's names.
 
-    `window_by_layer`: sliding window of each layer; None: that of `attention`. `make_mlp`: None: a gated MLP.
+    `window_by_layer`: sliding window of each layer; None: all have that of `attention`. `make_mlp`: makes the MLP of
+    the block with an index; None: all are gated MLPs.
     """
     config.require_value("hidden_act", "silu")
 

@@ -18,9 +18,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """A checkpoint's config.json. Its methods check types, and raise ModelError with the file's and the field's
-    name.
-    """
+    """A checkpoint's config.json. Methods raise ModelError, with file and field, if a value has the wrong type."""
 
     values: Mapping[str, Any]
     source: str = "config.json"
@@ -109,7 +107,7 @@ def make_layer_types(num_layers: int, full_attention_interval: int, other_type: 
 
 
 def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """Read the type of each layer from the config, and return the choice for each type.
+    """Read the type of each layer from the config, and return for each layer what `choice_by_name` has for its type.
 
     With the types ["conv", "attention"] and the choices {"conv": A, "attention": B} the result is [A, B].
 
@@ -117,10 +115,10 @@ def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Ki
     must be as long. Raises ModelError for an unknown type, and for a wrong number of types.
     """
     names = config.get_strings(key) or default
-    has_right_length = len(names) == len(default) if default else bool(names)
-    if not has_right_length:
-        expected = f"{len(default)} entries" if default else "at least one entry"
-        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(names)}")
+    if default and len(names) != len(default):
+        raise ModelError(f"{config.source}: {key}: expected {len(default)} entries, got {len(names)}")
+    if not names:
+        raise ModelError(f"{config.source}: {key}: expected at least one entry, got 0")
     unknown_names = sorted(set(names) - set(choice_by_name))
     if unknown_names:
         raise ModelError(

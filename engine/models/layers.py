@@ -71,21 +71,18 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 class Linear:
-    """Computes x @ W^T + b, where several matrices of the checkpoint may be stacked into the one matrix W.
+    """Linear layer, x @ W^T + b. W may be several matrices of the checkpoint, stacked, such as those of q, k and v.
 
-    On several ranks each holds some rows or some columns of W. If it holds columns (`inputs` is a DimShard, a part of a
-    dimension), it multiplies its part of x, and a collective adds up the products of all ranks.
+    Under tensor parallelism each rank holds some rows or some columns of W. With columns, it multiplies its part of x,
+    and an all-reduce adds up the products of all ranks.
     """
 
     def __init__(
         self, weight: Weight, bias: Weight | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Make a layer from declared weights.
-
-        `all_reduce_sum`: adds up the products of all ranks; None: the product of each rank is whole.
-        """
+        """Make a layer from declared weights. `all_reduce_sum`: adds up the products of all ranks; None: no need to."""
         self.weight = weight
-        self.weight.is_linear = True  # it is multiplied, so it may be packed for that
+        self.weight.is_linear = True  # so that it may be packed for fast multiplication
         self.bias = bias
         self.all_reduce_sum = all_reduce_sum
 
@@ -93,23 +90,24 @@ class Linear:
     def declare(
         cls, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, has_bias: bool = False
     ) -> Linear:
-        """Declare the weights of a layer, which the loader fills later, and return the layer.
+        """Make a layer of matrices that are stacked, and declare its weights, which the loader fills later.
 
-        `rows_by_projection` maps a matrix's name in the checkpoint, such as "q_proj", to the number of its rows, or to
-        this rank's part of them (a `DimShard`). `inputs` is the same for the columns.
+        `rows_by_projection`: name of each matrix in the checkpoint, such as "q_proj" -> number of its rows, or this
+        rank's part of them (a `DimShard`). `inputs`: number of columns, or this rank's part of them.
         """
-        weights, biases = [], []
+        weight_parts, bias_parts = [], []
         row_count = 0
         for name, rows in rows_by_projection.items():
-            target_index = (slice(row_count, row_count + get_held_size(rows)),)
-            weights.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), target_index))
-            biases.append(scope.describe_tensor(f"{name}.bias", (rows,), target_index))
+            start = row_count
             row_count += get_held_size(rows)
-        weight = scope.declare_combined((row_count, inputs), weights)
-        bias = scope.declare_combined((row_count,), biases) if has_bias else None
+            stacked_rows = (slice(start, row_count),)
+            weight_parts.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), stacked_rows))
+            bias_parts.append(scope.describe_tensor(f"{name}.bias", (rows,), stacked_rows))
+        weight = scope.declare_combined((row_count, inputs), weight_parts)
+        bias = scope.declare_combined((row_count,), bias_parts) if has_bias else None
         all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
         if all_reduce_sum is not None and scope.shard.rank > 0:
-            bias = None  # loaded on every rank, but added on rank 0 alone: the sum over the ranks has it once
+            bias = None  # only rank 0 adds the bias, so that the sum over the ranks has it once
         return cls(weight, bias, all_reduce_sum)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -135,19 +133,20 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Sizes and settings of an attention layer, and its names in the checkpoint."""
+    """Sizes and settings of an attention layer, and the names of its weights in the checkpoint."""
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None
-    """None: no position embedding."""
+    """Settings of rotary embedding; None: no position embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
     """Epsilon of the RMSNorm of each query and key head before rotation; None: no such norm."""
     zero_centred_norm: bool = False
+    """Whether the checkpoint stores the gains of that norm minus one."""
     window: int | None = None
     """Sliding window in tokens, the query's own included; None: full attention."""
     scale: float | None = None
@@ -182,57 +181,56 @@ class Attention:
     """Computes grouped-query attention over the paged cache, with its projections, norms and rotation."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
-        """Declare the weights of this rank's heads.
+        """Declare the weights of the heads that this rank holds under tensor parallelism.
 
         `projection`: replaces the stacked q, k and v projections; it may have more rows after theirs.
         """
         rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = rank_config
-        """Config with the number of heads that this rank holds."""
-        projection_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
-        self.qkv_projection = (
-            Linear.declare(scope, projection_rows, rank_config.hidden_size, rank_config.qkv_bias)
-            if projection is None
-            else projection
-        )
-        self.output_projection = Linear.declare(
-            scope, {rank_config.output_name: rank_config.hidden_size}, query_shard, rank_config.output_bias
-        )
-        self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
-        """Gains of the norms of query and key heads; None: the model has no such norm."""
+        """Config with the numbers of heads that this rank holds."""
         self.scale = rank_config.head_dim**-0.5 if rank_config.scale is None else rank_config.scale
         self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
         self.qk_width = query_shard.held_size + key_shard.held_size
         """Columns of queries and keys in the output of the projection; values follow."""
+
+        if projection is None:
+            qkv_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
+            projection = Linear.declare(scope, qkv_rows, rank_config.hidden_size, rank_config.qkv_bias)
+        self.qkv_projection = projection
+        output_rows = {rank_config.output_name: rank_config.hidden_size}
+        self.output_projection = Linear.declare(scope, output_rows, query_shard, rank_config.output_bias)
+        self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
+        """Gains of the norms of query and key heads; None: the model has no such norm."""
+
+        # set by `CausalLM`
         self.rope_index = 0
-        """Index of the rotary settings, set by `CausalLM`."""
+        """Index of the rotary settings."""
         self.group_index = 0
-        """Index of the cache group, set by `CausalLM`."""
+        """Index of the cache group: layers that share a block table."""
         self.group_layer_index = 0
-        """Index of this layer in its cache group, set by `CausalLM`."""
+        """Index of this layer in its cache group."""
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         return self.output_projection(self.attend(self.qkv_projection(x), context))
 
     def attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
-        """Store the tokens' K and V in the paged cache, and return their attention over it: [tokens, heads * dim].
+        """Store K and V of a step's tokens in the paged cache, and return causal attention: [tokens, heads * dim].
 
-        `qkv`: [tokens, (heads + 2 kv_heads) * dim], the queries, keys and values of each token side by side. The
-        layers with equal windows and sizes of K and V are a group, which has its own memory, and a plan for each step.
+        `qkv`: [tokens, (heads + 2 kv_heads) * dim], the queries, keys and values of each token side by side. `context`
+        has the KV cache and the step's batch (a plan) for each group of layers with equal windows and sizes of K and V.
         """
         config, num_tokens = self.config, qkv.shape[0]
-        # Heads of q and k lie side by side, so that one operation norms and rotates both.
         qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, config.head_dim)
         v = qkv[:, self.qk_width :].view(num_tokens, config.num_kv_heads, config.head_dim)
-        qk = self._norm_and_rotate(qk, context)
+        qk = self._norm_and_rotate(qk, context)  # one operation for the heads of both
         out = context.ops.attention(
-            qk[:, : config.num_heads],
-            qk[:, config.num_heads :],
-            v,
-            context.kv_by_group[self.group_index],
-            self.group_layer_index,
-            context.plan_by_group[self.group_index],
-            self.scale,
+            q=qk[:, : config.num_heads],
+            k=qk[:, config.num_heads :],
+            v=v,
+            kv=context.kv_by_group[self.group_index],
+            layer=self.group_layer_index,
+            plan=context.plan_by_group[self.group_index],
+            scale=self.scale,
         )
         return out.reshape(num_tokens, -1)
 
@@ -270,7 +268,7 @@ def gelu_tanh_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
 
 
 class GatedMLP:
-    """Computes a gated MLP: down(activation(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x)), where gate and up are one stacked matrix."""
 
     def __init__(
         self,
@@ -282,11 +280,15 @@ class GatedMLP:
         gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
         down_name: str = "down_proj",
     ) -> None:
-        """Declare the weights. `gate_up_names`: the checkpoint's gate and up matrices, or the one that stacks both."""
+        """Declare the weights of the channels that this rank holds under tensor parallelism.
+
+        `gate_up_names`: names of the gate and up matrices in the checkpoint, or of the one matrix that stacks both.
+        """
         channel_shard = scope.shard.split(intermediate_size, "MLP channels")
         is_stacked = len(gate_up_names) == 1
         rows = DimShard.concatenate([channel_shard, channel_shard]) if is_stacked else channel_shard
-        self.gate_up_projection = Linear.declare(scope, dict.fromkeys(gate_up_names, rows), hidden_size, bias)
+        rows_by_matrix = dict.fromkeys(gate_up_names, rows)
+        self.gate_up_projection = Linear.declare(scope, rows_by_matrix, hidden_size, bias)
         self.down_projection = Linear.declare(scope, {down_name: hidden_size}, channel_shard, bias)
         self.activation = activation
 
@@ -296,10 +298,11 @@ class GatedMLP:
 
 @dataclass(slots=True, kw_only=True)
 class DecoderBlock:
-    """Applies a pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
+    """Pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
 
-    The residual is passed beside x, so that one operation adds both and norms the sum. The output of the mixer and of
-    the MLP is normed by the `post_*` norm, if there is one, and multiplied by `residual_scale`, before it is added.
+    A mixer is attention or a recurrent layer. The output of mixer and MLP is normed by the `post_*` norm, if there is
+    one, and multiplied by `residual_scale`, before it is added. The last addition is left to the next block, where one
+    operation adds and norms.
     """
 
     mixer_norm: RMSNorm
@@ -313,10 +316,10 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block, and return (x, residual). Their sum is the block's output, which the next block norms.
+        """Apply the block, and return (x, residual): their sum is the output of the block. The next block adds them.
 
-        `x`: [tokens, hidden_size], the last block's output without its residual. `residual`: None in the first block.
-        `selected_tokens`: rows that are computed after the mixer, because later layers need no others; None: all rows.
+        x, residual: [tokens, hidden], as the last block has returned them; residual is None in the first block.
+        `selected_tokens`: indices of the tokens that are computed after the mixer; None: all.
         """
         if residual is None:
             residual, x = x, self.mixer_norm(x, context)

@@ -64,33 +64,35 @@ def load_model(
 
 
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill the model's weights from the folder's safetensors files, one tensor after the other.
+    """Allocate the model's weights, and fill them from the safetensors files of a checkpoint's folder.
 
     Raises ModelError if a tensor is missing, or if the checkpoint has one that the model neither needs nor ignores.
     """
-    targets_by_name: dict[str, list[TensorTarget]] = {}
+    targets_by_name: dict[str, list[TensorTarget]] = {}  # name of a tensor -> the weights that are made of it
     for weight in model.weights:
         weight.allocate(dtype, device)
         for part in weight.parts:
             targets_by_name.setdefault(part.name, []).append(TensorTarget(weight, part))
+
     missing_names = set(targets_by_name)
     unused_names: list[str] = []
-    shard_paths = _list_shard_paths(folder)
-    for shard_number, path in enumerate(shard_paths, 1):
-        log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
-        stored_name_by_name = _copy_tensors(path, model, targets_by_name)
+    paths = _list_shard_paths(folder)
+    for file_number, path in enumerate(paths, 1):
+        log.info("loading %s (%d of %d, %.1f GB)", path.name, file_number, len(paths), path.stat().st_size / 1e9)
+        stored_name_by_name = _copy_tensors(path, model, targets_by_name)  # differ if a family has renamed tensors
         missing_names -= stored_name_by_name.keys()
         for name, stored_name in stored_name_by_name.items():
             is_ignored = name.startswith(model.ignored_prefixes) or name.endswith(IGNORED_SUFFIX)
             if name not in targets_by_name and not is_ignored:
                 unused_names.append(stored_name)
+
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
     if unused_names:
         names = _format_names(unused_names)
         raise ModelError(f"{folder}: tensors in the checkpoint that the model does not have: {names}")
     for weight in model.weights:
-        weight.pack()
+        weight.pack()  # for fast multiplication, on a CPU
 
 
 def _copy_tensors(path: Path, model: CausalLM, targets_by_name: dict[str, list[TensorTarget]]) -> dict[str, str]:
@@ -119,10 +121,10 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the weights of a loaded model by those of another checkpoint. Raises ModelError, and replaces nothing.
+    """Replace the weights of a loaded model by those of another checkpoint of the same architecture and sizes.
 
-    For a moment both are in memory. Raises RunnerLostError if the device fails while they are replaced: the model then
-    has weights of both.
+    Both are in memory for a moment. Raises ModelError, and replaces nothing, if the checkpoint does not fit. Raises
+    RunnerLostError if the device fails meanwhile: the model then has weights of both.
     """
     new_model = build_model(HfConfig.read(folder), None)
     if _list_configs(new_model) != _list_configs(model):
@@ -150,12 +152,12 @@ def _list_configs(model: CausalLM) -> list[object]:
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:
-    """Return the safetensors files that a checkpoint's index names, or its only one without an index.
+    """Return the safetensors files of a checkpoint: those that its index names, or the only one if it has no index.
 
     Raises ModelError if a file is missing or the index is malformed.
     """
-    index_path = folder / INDEX_FILE_NAME
     paths = [folder / SINGLE_FILE_NAME]
+    index_path = folder / INDEX_FILE_NAME
     if index_path.exists():
         try:
             names = json.loads(index_path.read_text())["weight_map"].values()

@@ -20,27 +20,30 @@ LAYER_TYPE_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Bamba: each layer mixes tokens by Mamba-2, or a few by attention, and has an MLP after that.
+    """Build Bamba, a hybrid model: a layer is Mamba-2 (a recurrence) or, in a few layers, attention, and then an MLP.
 
-    The config lists the layers with attention, which rotates half of each head (`BAMBA_PARTIAL_ROTARY`).
+    The weights are declared in `root`, and loaded later. Rotary embedding covers half of each attention head.
     """
     config.require_value("hidden_act", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
-    mixer_by_type = _get_mixer_by_type(
-        config, decoder, read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
-    )
+    attention = read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
+    mixer_by_type = _get_mixer_by_type(config, decoder, attention)
     attention_layers = config.values.get("attn_layer_indices") or []
     mixers = [mixer_by_type["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
-    intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
+    intermediate_size = config.get_integer("intermediate_size")
+    has_bias = config.get("mlp_bias", False)
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
-        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, bias)
+        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, has_bias)
 
     return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("input_layernorm", "pre_ff_layernorm"))
 
 
 def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Granite-4-H without routed experts. It scales by the same four constants as Granite 3."""
+    """Build Granite-4-H without experts, a hybrid model: a layer is Mamba-2 (a recurrence) or attention, and an MLP.
+
+    The weights are declared in `root`, and loaded later.
+    """
     config.require_value("hidden_act", "silu")
     config.require_value("num_local_experts", 0)
     decoder, attention = granite.read_scaled_configs(config)
@@ -51,19 +54,23 @@ def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
     intermediate_size = config.get_integer("shared_intermediate_size")
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
-        inner = scope.enter_scope("shared_mlp")
+        mlp_scope = scope.enter_scope("shared_mlp")
         return GatedMLP(
-            inner, decoder.hidden_size, intermediate_size, gate_up_names=("input_linear",), down_name="output_linear"
+            mlp_scope,
+            decoder.hidden_size,
+            intermediate_size,
+            gate_up_names=("input_linear",),
+            down_name="output_linear",
         )
 
     return build_alternating_decoder(root, decoder, mixers, make_mlp)
 
 
 def _get_mixer_by_type(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
-    """Return the function that makes a layer's mixer, for each name of a layer type in configs.
+    """Return name of a layer type in a config.json -> function that makes a mixer of this type.
 
     A mixer is the part of a layer in which tokens see each other: here attention, or Mamba-2's recurrence. Configs
-    name either of them in two ways, such as "mamba" and "linear_attention".
+    name each of them in two ways.
     """
     mamba_config = _read_mamba_config(config, decoder)
 
@@ -82,7 +89,7 @@ def _get_mixer_by_type(config: HfConfig, decoder: DecoderConfig, attention: Atte
 
 
 def _read_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
-    """Read Mamba's sizes under the names that Bamba and Granite have for them. Raises ModelError."""
+    """Read the sizes of Mamba-2 layers from a config.json of Bamba or Granite. Raises ModelError."""
     mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_n_heads"),
@@ -116,7 +123,10 @@ class SquaredReluMLP:
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Nemotron-H. Each layer has one part: a Mamba-2 mixer, attention without positions, or an MLP."""
+    """Build Nemotron-H, a hybrid model: each layer is Mamba-2 (a recurrence), attention without positions, or an MLP.
+
+    The weights are declared in `root`, and loaded later.
+    """
     config.require_value("mlp_hidden_act", "relu2")
     config.require_value("mamba_hidden_act", "silu")
     layer_types = _read_nemotron_layer_types(config)
@@ -136,8 +146,8 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     mamba = _read_nemotron_mamba_config(config, decoder)
 
     def make_mlp(scope: WeightScope) -> SquaredReluMLP:
-        size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
-        return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
+        has_bias = config.get("mlp_bias", False)
+        return SquaredReluMLP(scope, decoder.hidden_size, config.get_integer("intermediate_size"), has_bias)
 
     mixer_by_type: dict[str, MakeMixer] = {
         "mamba": lambda scope: Mamba2(scope, mamba),
@@ -147,7 +157,8 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
     def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
-        return DecoderBlock(mixer_norm=norm, mixer=mixer_by_type[layer_types[index]](scope.enter_scope("mixer")))
+        make_mixer = mixer_by_type[layer_types[index]]
+        return DecoderBlock(mixer_norm=norm, mixer=make_mixer(scope.enter_scope("mixer")))
 
     return CausalLM(
         root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
@@ -155,24 +166,24 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _read_nemotron_layer_types(config: HfConfig) -> list[str]:
-    """Read the type of each layer: "mamba", "attention" or "mlp". Raises ModelError for other types.
+    """Read the type of each layer of Nemotron-H: "mamba", "attention" or "mlp". Raises ModelError for other types.
 
-    The config lists them by name (`layers_block_type`), or by one letter each as in "M-M*-".
+    The config lists them by name (`layers_block_type`), or by one letter each, as in "M-M*-".
     """
     pattern = config.get("hybrid_override_pattern", "")
-    if unknown_letters := set(pattern) - set(LAYER_TYPE_BY_LETTER):
+    unknown_letters = set(pattern) - set(LAYER_TYPE_BY_LETTER)
+    if unknown_letters:
         raise ModelError(
             f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown_letters)} are not supported"
         )
+    types_of_pattern = [LAYER_TYPE_BY_LETTER[letter] for letter in pattern]
     type_by_name = {layer_type: layer_type for layer_type in LAYER_TYPE_BY_LETTER.values()}
     type_by_name |= {"linear_attention": "mamba", "full_attention": "attention"}
-    return read_layer_types(
-        config, "layers_block_type", type_by_name, [LAYER_TYPE_BY_LETTER[letter] for letter in pattern]
-    )
+    return read_layer_types(config, "layers_block_type", type_by_name, types_of_pattern)
 
 
 def _read_nemotron_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
-    """Read Mamba's sizes under the names that Nemotron-H has for them. Raises ModelError."""
+    """Read the sizes of Mamba-2 layers from a config.json of Nemotron-H. Raises ModelError."""
     return Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_num_heads"),
@@ -183,6 +194,6 @@ def _read_nemotron_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mam
         norm_eps=decoder.norm_eps,
         conv_bias=config.get("use_conv_bias", True),
         proj_bias=config.get("use_bias", False),
-        # As transformers has it; `time_step_limit` is not read for this family.
+        # as in transformers, which ignores `time_step_limit` for this family
         dt_limits=(config.get("time_step_min", 0.001), float("inf")),
     )

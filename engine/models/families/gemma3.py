@@ -35,7 +35,10 @@ DEFAULT_BY_KEY = {
 
 
 def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Gemma 3's text model: five layers with a sliding window, then one with full attention, and so on."""
+    """Build Gemma 3's text model: five layers with a sliding window, then one with full attention, and so on.
+
+    The weights are declared in `root`, and loaded later. The config may describe a vision model, too, which is ignored.
+    """
     config = _read_text_config(config)
     decoder = replace(
         DecoderConfig.from_hf(config, tie_embeddings=True),
@@ -47,13 +50,12 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     attention_by_type = _read_attention_configs(config, decoder)
     attention_by_layer = read_layer_types(config, "layer_types", attention_by_type, default_types)
     intermediate_size = config.get_integer("intermediate_size")
+
+    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
+        return _build_block(scope, decoder, attention_by_layer[index], intermediate_size)
+
     return CausalLM(
-        root,
-        "model",
-        decoder,
-        lambda scope, index: _build_block(scope, decoder, attention_by_layer[index], intermediate_size),
-        ignored_prefixes=VISION_PREFIXES,
-        renamed_prefixes=TEXT_PREFIXES,
+        root, "model", decoder, make_block, ignored_prefixes=VISION_PREFIXES, renamed_prefixes=TEXT_PREFIXES
     )
 
 

@@ -15,35 +15,40 @@ DEFAULT_ROPE_THETA = 1_000_000.0
 
 
 def build_lfm2(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build a decoder in which some blocks have a gated short convolution, and the others attention.
+    """Build LFM2: each layer is a gated short convolution or attention, and then a gated MLP.
 
-    Early configs name some settings differently, so these are read under both names.
+    The weights are declared in `root`, and loaded later.
     """
-    tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))
-    eps = config.get("norm_eps", 1e-5)
+    norm_eps = config.get("norm_eps", 1e-5)
     decoder = replace(
-        DecoderConfig.from_hf(config), norm_eps=eps, tie_embeddings=tie_embeddings, norm_name="embedding_norm"
+        DecoderConfig.from_hf(config),
+        norm_eps=norm_eps,
+        tie_embeddings=config.get(
+            "tie_embedding", config.get("tie_word_embeddings", True)
+        ),  # early configs, later ones
+        norm_name="embedding_norm",
     )
     attention = replace(
         read_attention_config(config, decoder, theta=DEFAULT_ROPE_THETA),
-        qk_norm_eps=eps,
+        qk_norm_eps=norm_eps,
         output_name="out_proj",
         norm_names=("q_layernorm", "k_layernorm"),
     )
-    conv_width, conv_bias = config.get_integer("conv_L_cache"), config.get("conv_bias", False)
-    mlp_size = _compute_mlp_size(config)
-    builder_by_kind: dict[str, MakeMixer] = {
+    conv_width = config.get_integer("conv_L_cache")
+    conv_bias = config.get("conv_bias", False)
+    mixer_by_type: dict[str, MakeMixer] = {
         "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, conv_width, conv_bias),
         "full_attention": lambda scope: Attention(scope.enter_scope("self_attn"), attention),
     }
+    default_types = _list_default_layer_types(config, decoder.num_layers)
+    mixers = read_layer_types(config, "layer_types", mixer_by_type, default_types)
+    mlp_size = _compute_mlp_size(config)
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         return GatedMLP(
             scope.enter_scope("feed_forward"), decoder.hidden_size, mlp_size, gate_up_names=("w1", "w3"), down_name="w2"
         )
 
-    default_types = _list_default_layer_types(config, decoder.num_layers)
-    mixers = read_layer_types(config, "layer_types", builder_by_kind, default_types)
     return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("operator_norm", "ffn_norm"))
 
 

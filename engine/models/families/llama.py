@@ -46,16 +46,16 @@ def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3-MoE: Qwen3 with a routed mixture of experts instead of the MLP in all or some layers.
+    """Build Qwen3-MoE: Qwen3 with a mixture of experts instead of the MLP in all or some layers.
 
-    A sliding window is that of every layer, as in transformers, which reads no `max_window_layers` here.
+    The weights are declared in `root`, and loaded later. A sliding window in the config is that of every layer.
     """
     decoder = DecoderConfig.from_hf(config)
     attention = replace(
         read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps, window=_read_window(config)
     )
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"  # checkpoints use either name
-    routed_config = RoutedMLPConfig(
+    experts_config = RoutedMLPConfig(
         hidden_size=decoder.hidden_size,
         expert_size=config.get_integer("moe_intermediate_size"),
         num_experts=config.get_integer(experts_key),
@@ -63,13 +63,14 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
         renormalise=config.get("norm_topk_prob", False),
     )
     dense_layers = set(config.values.get("mlp_only_layers") or [])
-    sparse_interval = config.get("decoder_sparse_step", 1)
+    experts_interval = config.get("decoder_sparse_step", 1)
 
     def make_mlp(scope: WeightScope, layer: int) -> Mixer:
         mlp_scope = scope.enter_scope("mlp")
-        if layer in dense_layers or (layer + 1) % sparse_interval:
-            return GatedMLP(mlp_scope, decoder.hidden_size, config.get_integer("intermediate_size"))
-        return RoutedMLP(mlp_scope, routed_config)
+        has_experts = layer not in dense_layers and (layer + 1) % experts_interval == 0
+        if has_experts:
+            return RoutedMLP(mlp_scope, experts_config)
+        return GatedMLP(mlp_scope, decoder.hidden_size, config.get_integer("intermediate_size"))
 
     return build_dense_decoder(root, config, decoder, attention, make_mlp=make_mlp)
 

@@ -35,15 +35,18 @@ class GatedAttention(Attention):
 
 
 def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """Declare one projection that yields all queries, then all keys, all values and all gates.
+    """Declare one stacked projection of a token to its queries, keys, values and gates, in this order.
 
-    In the checkpoint, q_proj has for each head the rows of its query, and then the rows of its gate.
+    In the checkpoint, q_proj has for each head the rows of its query, and then the rows of its gate. So it is read
+    twice: once for the queries of all heads, and once for the gates.
     """
     rank_config, _, key_rows = shard_attention(scope.shard, config)
     query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
-    query_count, kv_count = rank_config.num_heads * rank_config.head_dim, key_rows.held_size
-    key_start, value_start, gate_start = query_count, query_count + kv_count, query_count + 2 * kv_count
-    row_count = gate_start + query_count
+    query_row_count = rank_config.num_heads * rank_config.head_dim
+    key_start = query_row_count
+    value_start = key_start + key_rows.held_size
+    gate_start = value_start + key_rows.held_size
+    row_count = gate_start + query_row_count
 
     def select_rows(q_proj: Tensor, part: int) -> Tensor:
         """Return the rows of all queries (`part` 0) or of all gates (1)."""
@@ -54,7 +57,7 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
         q_name = f"q_proj.{parameter}"
         q_shape: tuple[Extent, ...] = (query_and_gate_rows, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
-        parts = [  # q_proj is read twice, once for the queries and once for the gates
+        parts = [
             scope.describe_tensor(q_name, q_shape, (slice(0, key_start),), partial(select_rows, part=0)),
             scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(key_start, value_start),)),
             scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(value_start, gate_start),)),
@@ -62,15 +65,16 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
         ]
         return scope.declare_combined((row_count, *columns), parts)
 
-    return Linear(
-        declare_stacked("weight", rank_config.hidden_size), declare_stacked("bias") if rank_config.qkv_bias else None
-    )
+    weight = declare_stacked("weight", rank_config.hidden_size)
+    bias = declare_stacked("bias") if rank_config.qkv_bias else None
+    return Linear(weight, bias)
 
 
 def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3.5's text model: each layer is a gated delta net or gated attention, and then a gated MLP.
+    """Build Qwen3.5's text model: a layer is a gated delta net (a recurrence) or gated attention, and then a gated MLP.
 
-    One layer in four has attention, unless the config lists the types of the layers. Vision weights are not loaded.
+    The weights are declared in `root`, and loaded later; vision weights are ignored. One layer in four has attention,
+    unless the config lists the types of the layers.
     """
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
@@ -88,6 +92,7 @@ def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
     }
     full_attention_interval = config.get("full_attention_interval", FULL_ATTENTION_EVERY)
     default_types = make_layer_types(decoder.num_layers, full_attention_interval, "linear_attention")
+    mixers = read_layer_types(config, "layer_types", mixer_by_type, default_types)
     intermediate_size = config.get_integer("intermediate_size")
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
@@ -96,7 +101,7 @@ def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
     return build_alternating_decoder(
         root,
         decoder,
-        read_layer_types(config, "layer_types", mixer_by_type, default_types),
+        mixers,
         make_mlp,
         ignored_prefixes=("model.visual.", "mtp."),
         renamed_prefixes={"model.language_model.": "model."},
