@@ -34,24 +34,26 @@ class DeltaNetConfig:
 
 
 class GatedDeltaNet:
-    """Recurrent mixer of Qwen3.5: a short convolution, the gated delta rule, and a gated norm."""
+    """Recurrent layer of Qwen3.5: a short convolution, the gated delta rule (linear attention), and a gated norm."""
 
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
-        """Declare the weights of this rank's heads.
+        """Declare the weights of the heads that this rank holds under tensor parallelism.
 
-        Consecutive value heads share a key head, so a rank holds the key heads of its value heads, perhaps with others.
+        Consecutive value heads share a key head, so ranks may hold the same key head.
         """
         shard = scope.shard
         key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
         value_shard = shard.split(config.num_value_heads, "value heads of a delta net", config.value_dim)
         head_shard = shard.split(config.num_value_heads, "value heads of a delta net")
-        channel_shard = DimShard.concatenate([key_shard, key_shard, value_shard])
+        channel_shard = DimShard.concatenate([key_shard, key_shard, value_shard])  # q, k and v
         num_key_heads = key_shard.held_size // config.key_dim
         self.config = replace(config, num_key_heads=num_key_heads, num_value_heads=head_shard.held_size)
         """Config with the numbers of heads that this rank holds."""
         self.recurrent_index = 0
-        self.key_channels, self.value_channels = key_shard.held_size, value_shard.held_size
+        self.key_channels = key_shard.held_size
+        self.value_channels = value_shard.held_size
         self.conv_channels = channel_shard.held_size
+
         projection_rows = {  # z becomes the gate, b the rate, and a the time step of the decay
             "in_proj_qkv": channel_shard,
             "in_proj_z": value_shard,
@@ -79,18 +81,19 @@ class GatedDeltaNet:
         One projection makes q, k, v and the gates of all heads. A short convolution over the last tokens smooths q, k
         and v. The gated delta rule then reads and corrects the states. x and the result: [tokens, hidden].
         """
-        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
+        config, num_tokens = self.config, x.shape[0]
+        state = context.state_by_layer[self.recurrent_index]
         qkv, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         qkv = context.ops.causal_conv(qkv, self.conv.tensor, None, state.conv_tail, context.state_plan, silu=True)
         q, k, v = torch.split(qkv, [self.key_channels, self.key_channels, self.value_channels], -1)
         out = context.ops.gated_delta(
-            q.view(num_tokens, config.num_key_heads, config.key_dim),
-            k.view(num_tokens, config.num_key_heads, config.key_dim),
-            v.view(num_tokens, config.num_value_heads, config.value_dim),
-            -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor),  # logarithm of the decay
-            rate.sigmoid(),
-            state.recurrent_state,
-            context.state_plan,
+            q=q.view(num_tokens, config.num_key_heads, config.key_dim),
+            k=k.view(num_tokens, config.num_key_heads, config.key_dim),
+            v=v.view(num_tokens, config.num_value_heads, config.value_dim),
+            log_decay=-self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor),
+            rate=rate.sigmoid(),
+            states=state.recurrent_state,
+            plan=context.state_plan,
         )
         out = context.ops.norm_then_gate(out, gate.view_as(out), self.norm.tensor, config.norm_eps)
         return self.output_projection(out.reshape(num_tokens, -1))
@@ -110,6 +113,7 @@ class Mamba2Config:
     conv_bias: bool = True
     proj_bias: bool = False
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Least and greatest time step of the recurrence."""
 
     @property
     def inner_size(self) -> int:
@@ -117,10 +121,10 @@ class Mamba2Config:
 
 
 class Mamba2:
-    """Mamba-2, the recurrent mixer of Bamba, Granite-4-H and Nemotron-H. The output is gated, then normed by group."""
+    """Mamba-2, the recurrent layer of Bamba, Granite-4-H and Nemotron-H. The output is gated, then normed by group."""
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
-        """Declare the weights of this rank's heads, and of the groups that these share.
+        """Declare the weights of the heads that this rank holds under tensor parallelism, and of the groups they share.
 
         `in_proj` has, one after the other, the rows of the gate, of the channels that are convolved (inputs, B and C),
         and of the time steps of the heads.
@@ -129,12 +133,13 @@ class Mamba2:
         inner_shard = shard.split(config.num_heads, "Mamba heads", config.head_dim)
         head_shard = shard.split(config.num_heads, "Mamba heads")
         group_shard = shard.split_shared(config.num_groups, "Mamba groups", config.state_dim)
-        channel_shard = DimShard.concatenate([inner_shard, group_shard, group_shard])
+        channel_shard = DimShard.concatenate([inner_shard, group_shard, group_shard])  # inputs, B and C
         num_groups = group_shard.held_size // config.state_dim
         self.config = replace(config, num_heads=head_shard.held_size, num_groups=num_groups)
         """Config with the numbers of heads and groups that this rank holds."""
         self.recurrent_index = 0
         self.conv_channels = channel_shard.held_size
+
         projections = [inner_shard, channel_shard, head_shard]
         self.projection_sizes = [rows.held_size for rows in projections]
         projection_rows = {"in_proj": DimShard.concatenate(projections)}
@@ -160,8 +165,10 @@ class Mamba2:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
 
         One projection makes the gate, the inputs, and Mamba-2's B, C and time steps (dt). A short convolution over the
-        last tokens smooths the inputs, B and C. x and the result: [tokens, hidden].
+        last tokens smooths the inputs, B and C. The recurrence follows, and its output is gated and normed. x and the
+        result: [tokens, hidden].
         """
+        config = self.config
         gate, inputs_b_c, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
         conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
@@ -170,42 +177,49 @@ class Mamba2:
         )
         out = self._run_recurrence(inputs_b_c, dt, context)
         if self.shared_norm is not None:
-            return self.output_projection(self.shared_norm(out, gate, self.norm.tensor))
-        return self.output_projection(
-            context.ops.gate_then_norm(out, gate, self.norm.tensor, self.config.norm_eps, self.config.num_groups)
-        )
+            normed = self.shared_norm(out, gate, self.norm.tensor)
+        else:
+            normed = context.ops.gate_then_norm(out, gate, self.norm.tensor, config.norm_eps, config.num_groups)
+        return self.output_projection(normed)
 
     def _run_recurrence(self, inputs_b_c: Tensor, dt: Tensor, context: ForwardContext) -> Tensor:
-        """Advance the states by the inputs, B and C [tokens, channels]. Return the outputs, [tokens, inner size]."""
+        """Run Mamba-2's recurrence, which advances the sequences' states. Returns [tokens, inner size].
+
+        `inputs_b_c`: the inputs of all heads, and the B and C of all groups, side by side. `dt`: [tokens, heads].
+        """
         config, num_tokens = self.config, dt.shape[0]
         bc_size = config.num_groups * config.state_dim
         inputs, b, c = torch.split(inputs_b_c, [config.inner_size, bc_size, bc_size], -1)
         out = context.ops.state_space(
-            inputs.view(num_tokens, config.num_heads, config.head_dim),
-            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
-            -self.rate_log.tensor.exp(),  # negative, so that the states decay
-            b.view(num_tokens, config.num_groups, config.state_dim),
-            c.view(num_tokens, config.num_groups, config.state_dim),
-            self.skip.tensor,
-            context.state_by_layer[self.recurrent_index].recurrent_state,
-            context.state_plan,
+            x=inputs.view(num_tokens, config.num_heads, config.head_dim),
+            dt=F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
+            rate=-self.rate_log.tensor.exp(),  # negative, so that the states decay
+            b=b.view(num_tokens, config.num_groups, config.state_dim),
+            c=c.view(num_tokens, config.num_groups, config.state_dim),
+            skip=self.skip.tensor,
+            states=context.state_by_layer[self.recurrent_index].recurrent_state,
+            plan=context.state_plan,
         )
         return out.reshape(num_tokens, -1)
 
 
 class _CrossRankGroupNorm:
-    """Gated norm of channel groups that several ranks share. Their sums of squares are added over the ranks."""
+    """Gated root mean square norm over groups of channels, for more tensor-parallel ranks than groups.
+
+    Each rank holds some channels of one group. The ranks' sums of squares are added up by an all-reduce.
+    """
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)
+        ranks_per_group = shard.num_ranks // config.num_groups
         self.all_reduce_sum = shard.all_reduce_sum
         self.num_groups = config.num_groups
-        self.group_index = shard.rank // (shard.num_ranks // config.num_groups)
+        self.group_index = shard.rank // ranks_per_group
         self.group_channels = config.inner_size // config.num_groups
         self.eps = config.norm_eps
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Gate and norm x. x, gate: [tokens, channels of this rank], all channels of one group."""
+        """Return norm(x * silu(gate)) * weight. x, gate: [tokens, channels of this rank]. weight: [those channels]."""
         assert self.all_reduce_sum is not None
         gated_values = x.float() * F.silu(gate.float())
         squares = gated_values.new_zeros(x.shape[0], self.num_groups)
@@ -225,19 +239,22 @@ def read_dt_limits(config: HfConfig) -> tuple[float, float]:
 
 
 class ShortConv:
-    """Mixer of LFM2: a gated short convolution, out(C * conv(B * x))."""
+    """Gated short convolution of LFM2: output_projection(output_gate * conv(input_gate * value)).
 
-    def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, bias: bool) -> None:
-        """Declare the weights of this rank's channels. `conv_width`: tokens that a convolution sees."""
+    The two gates and the value are projections of the token. The last inputs of each sequence are its state.
+    """
+
+    def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, has_bias: bool) -> None:
+        """Declare the weights of the channels that this rank holds. `conv_width`: tokens that a convolution sees."""
         self.recurrent_index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
-        self.conv_channels, self.conv_width = channels.held_size, conv_width
-        self.input_projection = Linear.declare(
-            scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias
-        )
+        self.conv_channels = channels.held_size
+        self.conv_width = conv_width
+        input_rows = {"in_proj": DimShard.concatenate([channels, channels, channels])}
+        self.input_projection = Linear.declare(scope, input_rows, hidden_size, has_bias)
         self.conv = _declare_conv_weight(scope, "conv", channels, conv_width)
-        self.conv_bias = scope.declare_weight("conv.bias", (channels,)) if bias else None
-        self.output_projection = Linear.declare(scope, {"out_proj": hidden_size}, channels, bias)
+        self.conv_bias = scope.declare_weight("conv.bias", (channels,)) if has_bias else None
+        self.output_projection = Linear.declare(scope, {"out_proj": hidden_size}, channels, has_bias)
 
     @property
     def state_shape(self) -> StateShape:

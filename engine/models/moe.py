@@ -25,15 +25,15 @@ class RoutedMLPConfig:
 
 
 class RoutedMLP:
-    """Mixture of experts with the weight names of Qwen's checkpoints.
+    """Mixture of experts, gated MLPs, with the weight names of Qwen's checkpoints.
 
-    The router, a matrix with a row for each expert, scores the experts for a token by a softmax in fp32. The `top_k`
-    experts with the best scores compute the token, and their outputs are added with the scores as weights. With several
-    ranks, each has a part of every expert: an equal number of the expert's channels. So all ranks have equal work.
+    The router, a matrix with a row for each expert, scores the experts for a token. The `top_k` experts with the best
+    scores compute the token, and their outputs are added with the scores as weights. Under tensor parallelism each rank
+    holds an equal number of the channels of every expert.
     """
 
     def __init__(self, scope: WeightScope, config: RoutedMLPConfig) -> None:
-        """Declare the weights: those of all experts in one tensor, so that one kernel multiplies them.
+        """Declare the weights. Those of all experts are stacked in one tensor, so that one kernel multiplies them.
 
         With 8 experts of 64 channels, each of 2 ranks holds 32 channels of every expert: then `gate_up_weight` is
         [8, 2 * 32, hidden_size].
@@ -44,8 +44,10 @@ class RoutedMLP:
         self.all_reduce_sum = scope.shard.all_reduce_sum
         channel_shard = scope.shard.split(config.expert_size, "channels of an expert")
         channel_count = channel_shard.held_size  # on this rank
-        gate_rows, up_rows = slice(0, channel_count), slice(channel_count, 2 * channel_count)
-        up_shape, down_shape = (channel_shard, hidden_size), (hidden_size, channel_shard)
+        gate_rows = slice(0, channel_count)
+        up_rows = slice(channel_count, 2 * channel_count)
+        up_shape = (channel_shard, hidden_size)  # of gate, too
+        down_shape = (hidden_size, channel_shard)
         gate_up_parts, down_parts = [], []
         for i in range(num_experts):
             expert = scope.enter_scope("experts").enter_scope(i)

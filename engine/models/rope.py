@@ -47,9 +47,10 @@ class RopeConfig:
         rotary_fraction: float = 1.0,
         layer_type: str | None = None,
     ) -> RopeConfig:
-        """Read the settings. `theta` and `rotary_fraction` are the family's defaults.
+        """Read the settings of rotary embedding from a config.json of transformers 4 or 5.
 
-        `layer_type`: the set of parameters to read, if the config has several.
+        `theta` and `rotary_fraction`: the family's defaults. `layer_type`: the settings to read, if the config has
+        several. `head_dim`: size of an attention head.
         """
         parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
         if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
@@ -67,10 +68,9 @@ class RopeConfig:
         )
 
     def compute_frequencies(self) -> RopeFrequencies:
-        """Return the frequencies by the scaling rule of the checkpoint. Raises ModelError for an unknown rule."""
-        inverse_frequencies = 1.0 / self.theta ** (
-            torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
-        )
+        """Return the frequencies of rotary embedding by the checkpoint's scaling rule. Raises ModelError if unknown."""
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
+        inverse_frequencies = 1.0 / self.theta**exponents
         rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
         if rope_type == "default":
             return RopeFrequencies(inverse_frequencies)
@@ -103,10 +103,10 @@ class RopeConfig:
         return inverse_frequencies * ((1 - kept_share) / factor + kept_share)
 
     def _scale_yarn(self, inverse_frequencies: Tensor) -> RopeFrequencies:
-        """Scale frequencies by YaRN.
+        """Scale rotary frequencies for a longer context by YaRN (Peng et al., 2023).
 
-        Dims that rotate often over the original context keep their frequency. Those that rotate rarely are divided by
-        the factor. Between these bounds the two are mixed.
+        Dims that rotate often over the original context keep their frequency. The frequencies of dims that rotate
+        rarely are divided by the factor. Between these bounds the two are mixed.
         """
         factor = self._get_number("factor")
         original_positions = self._get_number("original_max_position_embeddings", float(self.original_positions))
@@ -116,10 +116,12 @@ class RopeConfig:
             wavelength = original_positions / (rotations * 2 * math.pi)
             return self.rotary_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
-        low_dim, high_dim = find_dim(self._get_number("beta_fast", 32.0)), find_dim(self._get_number("beta_slow", 1.0))
+        low_dim = find_dim(self._get_number("beta_fast", 32.0))
+        high_dim = find_dim(self._get_number("beta_slow", 1.0))
         if self.scaling.get("truncate", True):
             low_dim, high_dim = math.floor(low_dim), math.ceil(high_dim)
-        low_dim, high_dim = max(low_dim, 0), min(high_dim, self.rotary_dim - 1)
+        low_dim = max(low_dim, 0)
+        high_dim = min(high_dim, self.rotary_dim - 1)
         ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low_dim) / max(high_dim - low_dim, 0.001)
         divided_share = ramp.clamp(0, 1)
         frequencies = inverse_frequencies / factor * divided_share + inverse_frequencies * (1 - divided_share)

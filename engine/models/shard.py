@@ -20,7 +20,7 @@ from engine.models.hf_config import ModelError
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """The part of one dimension of a checkpoint's tensor that a rank holds."""
+    """The part of one dimension of a checkpoint's tensor that a tensor-parallel rank holds."""
 
     total_size: int
     """Size of the dimension in the checkpoint."""
@@ -29,20 +29,22 @@ class DimShard:
 
     @staticmethod
     def concatenate(parts: Sequence[DimShard]) -> DimShard:
-        """Return the shard of a dimension that is made of consecutive sections, which are split as `parts`.
+        """Return what a rank holds of a dimension that is made of several, one after the other, as q, k and v are.
 
-        If the rank holds [0, 4) of a section of 8 and [2, 4) of a section of 4, it holds [0, 4) and [10, 12) of 12.
+        If the rank holds [0, 4) of a part of 8 and [2, 4) of a part of 4, it holds [0, 4) and [10, 12) of 12.
         """
         ranges: list[tuple[int, int]] = []
         offset = 0
         for part in parts:
             for start, end in part.ranges:
-                if ranges and ranges[-1][1] == offset + start:
-                    ranges[-1] = (ranges[-1][0], offset + end)
+                is_adjacent = bool(ranges) and ranges[-1][1] == offset + start
+                if is_adjacent:
+                    first_start, _ = ranges.pop()
+                    ranges.append((first_start, offset + end))
                 else:
                     ranges.append((offset + start, offset + end))
             offset += part.total_size
-        return DimShard(offset, tuple(ranges))
+        return DimShard(total_size=offset, ranges=tuple(ranges))
 
     @property
     def held_size(self) -> int:
@@ -71,7 +73,7 @@ def get_held_size(extent: Extent) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Says which rank of several this is, and computes which part of each dimension the rank holds."""
+    """This process's rank under tensor parallelism. Computes which part of each weight the rank holds."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -81,10 +83,10 @@ class Shard:
     """Puts [rows, n] of all ranks side by side, [rows, num_ranks * n], on rank 0; None elsewhere. None: one rank."""
 
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's equal share of `count` things, such as heads, of `width` rows each.
+        """Return the rows that this rank holds, if each rank holds equally many of `count` heads of `width` rows.
 
-        With 8 heads of 64 rows, rank 1 of 2 holds the rows [256, 512). `unit_name`: name of the things for the
-        ModelError that is raised if they cannot be shared equally.
+        With 8 heads of 64 rows, rank 1 of 2 holds the rows [256, 512). There may be other units than heads: the
+        ModelError that is raised if `count` cannot be divided has `unit_name`.
         """
         if count % self.num_ranks:
             raise ModelError(
@@ -94,21 +96,24 @@ class Shard:
         return DimShard(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
 
     def split_padded(self, count: int) -> DimShard:
-        """Return this rank's share of `count` rows. The last ranks may have fewer rows than the others."""
-        start, end = (min(rank * self.compute_padded_share(count), count) for rank in (self.rank, self.rank + 1))
+        """Return the rows that this rank holds of `count` rows. The last ranks may have fewer than the others."""
+        share = self.compute_padded_share(count)
+        start = min(self.rank * share, count)
+        end = min(start + share, count)
         return DimShard(count, ((start, end),))
 
     def compute_padded_share(self, count: int) -> int:
-        """Return the number of rows of the first rank, which has the most."""
+        """Return the number of rows that the first rank holds by `split_padded`: no rank has more."""
         return ceil_div(count, self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's share of key heads or groups, which consecutive query heads share.
+        """Return the rows that this rank holds of `count` key heads of `width` rows, which query heads share.
 
-        A rank gets those of its own query heads. With fewer of them than ranks, neighbouring ranks hold the same: of 2
-        key heads with 64 rows, ranks 0 and 1 of 4 hold [0, 64), and ranks 2 and 3 hold [64, 128). Else as `split`.
+        With fewer key heads than ranks, neighbouring ranks hold the same one: of 2 key heads with 64 rows, ranks 0 and
+        1 of 4 hold [0, 64), and ranks 2 and 3 hold [64, 128). Otherwise as `split`.
         """
         if self.num_ranks % count:
             return self.split(count, unit_name, width)
-        index = self.rank // (self.num_ranks // count)
+        ranks_per_head = self.num_ranks // count
+        index = self.rank // ranks_per_head
         return DimShard(count * width, ((index * width, (index + 1) * width),))

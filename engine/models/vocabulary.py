@@ -14,9 +14,9 @@ from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
-    """Looks up embeddings and computes logits, by two matrices with a row for each token.
+    """Embedding and output head of a model: two matrices, or one, with a row for each token of the vocabulary.
 
-    The ranks of a tensor-parallel model hold a range of rows each. Embedding and head may be one matrix.
+    Under tensor parallelism each rank holds a range of the rows.
     """
 
     def __init__(
@@ -30,17 +30,18 @@ class Vocabulary:
     ) -> None:
         """Declare the rows of both matrices that this rank holds, [rows, hidden_size].
 
-        `embedding_name`, in `body_scope`, and `head_name`, in `root_scope`, are their names in a checkpoint, such as
-        "embed_tokens.weight" in the scope "model", and "lm_head.weight". `head_name` None: the embedding is the head.
+        `embedding_name`: name in the checkpoint, inside `body_scope`, such as "embed_tokens.weight" in "model".
+        `head_name`: name inside `root_scope`, such as "lm_head.weight"; None: the embedding is also the head.
         """
-        self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
+        self._shard: Shard = root_scope.shard
         rows = self._shard.split_padded(vocab_size)
         ((self._first_token, self._end_token),) = rows.ranges  # a rank's rows are always one range
         self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
+        is_tied = head_name is None
         self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
-        self.head.is_linear = True  # hidden states are multiplied by it, so it may be packed
-        self.head.is_embedding = head_name is None  # `look_up` reads rows of this matrix, so it is kept unpacked, too
+        self.head.is_linear = True  # so that it may be packed for fast multiplication
+        self.head.is_embedding = is_tied  # so that it is kept unpacked, too: rows of it are read
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same.

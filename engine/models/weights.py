@@ -34,18 +34,20 @@ class CheckpointTensor:
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A matrix or vector of a model, and the tensors of the checkpoint that it is made of. The loader gives it
-    values.
+    """A matrix or vector of a model, which the loader fills with values from tensors of the checkpoint.
+
+    A CPU multiplies faster by a matrix that is packed in blocks. Such a matrix can be used for nothing else.
     """
 
     shape: tuple[int, ...]
     parts: tuple[CheckpointTensor, ...]
+    """Tensors of the checkpoint that the weight is made of."""
     dtype: torch.dtype | None = None
     """None: the model's dtype."""
     is_linear: bool = False
-    """Whether the matrix is used by `multiply`, for which it may be packed."""
+    """Whether the matrix is used by `multiply`, so that it may be packed."""
     is_embedding: bool = False
-    """Whether rows of the matrix are read, too (a tied embedding): then the unpacked matrix is kept."""
+    """Whether rows of the matrix are read (an embedding that is also the head), so that it is kept unpacked, too."""
     _tensor: Tensor | None = None
     _packed_matrix: PackedMatrix | None = None
 
@@ -55,13 +57,13 @@ class Weight:
         return self._tensor
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the weight on a device, uninitialised, in `dtype` unless it has its own."""
+        """Allocate the weight on a device, uninitialised, in `dtype` unless the weight has a dtype of its own."""
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
         self._packed_matrix = None
         return self._tensor
 
     def pack(self) -> None:
-        """Pack a loaded matrix for fast multiplication, if there is such a layout for it."""
+        """Pack a loaded matrix for fast multiplication, if that is possible."""
         if not self.is_linear:
             return
         self._packed_matrix = pack_matrix(self.tensor)
@@ -71,7 +73,7 @@ class Weight:
     def replace_values(self, other: Weight) -> None:
         """Take the values of another weight of the same shape, which must not be used afterwards.
 
-        On a GPU they are copied in place, because recorded steps use the address.
+        On a GPU they are copied in place, because CUDA graphs use the address.
         """
         assert self.shape == other.shape
         if self._tensor is not None and self._tensor.device.type != "cpu":
@@ -97,10 +99,10 @@ class Weight:
 
 @dataclass(slots=True)
 class WeightScope:
-    """Declares the weights of one part of a model, under a prefix of their names in the checkpoint.
+    """Declares the weights of a part of a model, such as a layer, under a common prefix of their names.
 
-    All scopes of a model share one list of weights and one shard. A shape may have dimensions that are split over
-    ranks: then the weight has this rank's part of the tensor.
+    All parts of a model share one list of weights. A shape may have dimensions that are split over tensor-parallel
+    ranks (`DimShard`): then the weight is this rank's part of the checkpoint's tensor.
     """
 
     prefix: str = ""
@@ -117,13 +119,16 @@ class WeightScope:
         target_index: Index = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> CheckpointTensor:
-        """Describe a tensor of the checkpoint, as one of the parts that `declare_combined` takes.
+        """Describe a tensor of the checkpoint that the loader copies into a part of a weight; see `declare_combined`.
 
-        `shape`: shape in the checkpoint. `target_index`: index of the weight to which the tensor is copied.
-        `transform`: function that is applied to this rank's part of the tensor before the copy.
+        `shape`: shape in the checkpoint, with the part of each dimension that this rank holds. `target_index`: index
+        into the weight; (): all of it. `transform`: function that is applied to the rank's part before the copy.
         """
         return CheckpointTensor(
-            self.prefix + name, tuple(map(get_total_size, shape)), target_index, _slice_and_transform(shape, transform)
+            name=self.prefix + name,
+            shape=tuple(map(get_total_size, shape)),
+            target_index=target_index,
+            transform=_slice_and_transform(shape, transform),
         )
 
     def declare_weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
@@ -142,16 +147,19 @@ class WeightScope:
 def _slice_and_transform(
     shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return `transform` with a step before it that takes this rank's part of the tensor.
+    """Return a function that takes this rank's part of a checkpoint's tensor, and then applies `transform`.
 
-    Without dimensions that are split over ranks, `transform` is returned as it is.
+    Returns `transform` itself if the rank holds the whole tensor.
     """
-    shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
-    if not shards:
+    split_dims: list[tuple[int, DimShard]] = []
+    for dim, extent in enumerate(shape):
+        if isinstance(extent, DimShard) and not extent.is_whole:
+            split_dims.append((dim, extent))
+    if not split_dims:
         return transform
 
     def slice_and_transform(tensor: Tensor) -> Tensor:
-        for dim, shard in shards:
+        for dim, shard in split_dims:
             tensor = shard.slice_tensor(tensor, dim)
         return tensor if transform is None else transform(tensor)
 

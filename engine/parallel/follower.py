@@ -56,20 +56,26 @@ log = logging.getLogger("engine.follower")
 
 
 class Follower:
-    """Loads one rank's part of the model, and carries out the leader's messages with it."""
+    """A tensor-parallel rank other than rank 0, the leader: computes each step on its part of the model, as told.
+
+    The leader's messages are executed in order: load the model, make the runner and its cache, then plans of steps.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
-        """Make a follower that has loaded nothing: `rank` of `size` ranks."""
+        """Make the follower of a rank, of `size` ranks, that has loaded nothing."""
         self.rank = rank
-        self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
-        self._config = EngineConfig()
         self.device = torch.device("cpu")
+        self._config = EngineConfig()
+        self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
         self._rank_model: RankModel | None = None
         self._runner: ModelRunner | None = None
         self._plan_decoder = PlanDecoder()
 
     def load(self, config: EngineConfig, folder: Path) -> RankLoaded:
-        """Load this rank's part of the model. Raises ConfigError, ModelError, OSError, MemoryError."""
+        """Load this rank's part of the model in a checkpoint's folder, and return the reply to the leader.
+
+        Raises ConfigError, ModelError, OSError, MemoryError.
+        """
         torch.set_num_threads(config.num_threads)
         self._config = config
         self.device = select_rank_device(config, self._shard.rank)
@@ -78,14 +84,14 @@ class Follower:
         return RankLoaded()
 
     def agree_on_cache_size(self) -> None:
-        """Agree with the other ranks on the size of the cache. The leader sends the result with `StartRunner`."""
+        """Take part in sizing the cache by the smallest free memory of all ranks. The leader then sends the result."""
         assert self._rank_model is not None
         size_cache(self._config, self._rank_model, all_reduce_min)
 
     def execute(self, message: LeaderMessage) -> FollowerReply | None:
-        """Carry out a message of the leader: make the runner, run a plan, or read, write or copy blocks.
+        """Execute a message of the leader: make the runner, compute a step, or read, write or copy cache blocks.
 
-        Returns the reply to ReadBlocks; None for other messages. `load` carries out LoadModel.
+        Returns the reply to ReadBlocks; None for other messages. LoadModel is not among them: see `load`.
         """
         if isinstance(message, StartRunner):
             assert self._rank_model is not None
@@ -102,20 +108,21 @@ class Follower:
             block_copier.write_blocks(message.places, memoryview(bytearray(message.contents)))
         elif isinstance(message, CopyBlocks):
             block_copier.execute(message.block_copies)
-        else:  # PlanMessage: the plan of one step
+        else:  # PlanMessage: the sequences and tokens of one step
             self._runner.execute(self._plan_decoder.decode(message))
         return None
 
     def close(self) -> None:
-        """Close the runner, before the process group is destroyed; see `ModelRunner.close`."""
+        """Close the runner. Must be called before the process group is destroyed."""
         if self._runner is not None:
             self._runner.close()
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
-    """Run the follower process until the leader closes the socket `fd`. Returns the exit status.
+    """Run the process of a tensor-parallel rank until the leader, rank 0, closes the socket. Returns the exit status.
 
-    `port`: port of the leader's store, by which the ranks find each other.
+    `fd`: file descriptor of the socket. `size`: number of ranks. `port`: port of the leader's TCPStore, by which the
+    ranks find each other.
     """
     faulthandler.enable()
     connection = Connection(fd)
@@ -132,22 +139,23 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
 
 
 def _execute_messages(connection: Connection, follower: Follower, size: int, port: int) -> bool:
-    """Execute the leader's messages until the socket closes. Returns whether this rank has joined the process group.
+    """Execute the leader's messages, and reply to them, until the socket closes.
 
-    The rank joins after its first model is loaded; further models may follow. `size`: number of ranks. `port`: port of
-    the leader's store, by which the ranks find each other.
+    Returns whether this rank has joined the process group of all `size` ranks. It joins after its first model is
+    loaded. `port`: port of the leader's TCPStore, by which the ranks find each other.
     """
     has_joined_group = False
     for message in _receive_messages(connection):
         reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
         if reply is not None:
             connection.send_bytes(msgspec.msgpack.encode(reply))
-        if isinstance(reply, RankLoaded):
-            if not has_joined_group:
-                store = TCPStore(LOOPBACK, port, size, is_master=False)
-                join_process_group(follower.rank, size, store, follower.device)
-                has_joined_group = True
-            follower.agree_on_cache_size()
+        if not isinstance(reply, RankLoaded):
+            continue
+        if not has_joined_group:
+            store = TCPStore(LOOPBACK, port, size, is_master=False)
+            join_process_group(follower.rank, size, store, follower.device)
+            has_joined_group = True
+        follower.agree_on_cache_size()
     return has_joined_group
 
 

@@ -119,43 +119,49 @@ class _SentChunk(NamedTuple):
     chunk_index: int
     """Index of its chunk in the plan, by which the next plan refers to it."""
     table_version: int
+    """Number that changes whenever blocks of the sequence are replaced, rather than appended."""
     table_lengths: list[int]
 
 
 class PlanEncoder:
-    """Encodes step plans for the other ranks, as changes against the plan before.
+    """Encodes the plan of each step for the other tensor-parallel ranks, as changes against the plan before.
 
-    If 3 blocks of a table were sent and it has 4 now, only the fourth is sent. If a block was replaced, all are.
+    If 3 blocks of a sequence were sent and it has 4 now, only the fourth is sent. If a block was replaced, all are.
     """
 
     def __init__(self) -> None:
         self._last_sent: dict[Sequence, _SentChunk] = {}
+        """The sequences of the last plan."""
 
     def encode(self, plan: StepPlan) -> PlanMessage:
         """Return the message of the next plan."""
-        last_sent = self._last_sent
-        self._last_sent = {
-            chunk.seq: _SentChunk(index, chunk.seq.table_version, [len(table) for table in chunk.seq.block_tables])
-            for index, chunk in enumerate(plan.chunks)
-        }
-        chunks = [_encode_chunk(chunk, last_sent.get(chunk.seq)) for chunk in plan.chunks]
-        return PlanMessage(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies)
+        sent: dict[Sequence, _SentChunk] = {}
+        chunk_messages = []
+        for index, chunk in enumerate(plan.chunks):
+            seq = chunk.seq
+            chunk_messages.append(_encode_chunk(chunk, self._last_sent.get(seq)))
+            sent[seq] = _SentChunk(index, seq.table_version, [len(table) for table in seq.block_tables])
+        self._last_sent = sent
+        return PlanMessage(
+            chunk_messages, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies
+        )
 
 
 def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
-    """Return the message of a chunk. `sent`: the sequence's part of the last plan; None if the plan did not have it."""
+    """Return the message of a chunk: the tokens of a sequence that a step computes, and the sequence's new blocks.
+
+    `sent`: what the last plan had of the sequence, which the other ranks remember; None: nothing, so all is sent.
+    """
     seq = chunk.seq
     kept_lengths = [0] * len(seq.block_tables)
     if sent is not None and sent.table_version == seq.table_version:  # blocks were only appended
         kept_lengths = sent.table_lengths
+    lengths_and_tables = zip(kept_lengths, seq.block_tables, strict=True)
     return ChunkMessage(
         previous_index=None if sent is None else sent.chunk_index,
         start=chunk.start,
         token_ids=seq.token_ids[chunk.start : chunk.end],
-        tables=[
-            TableChange(kept_blocks, table[kept_blocks:])
-            for kept_blocks, table in zip(kept_lengths, seq.block_tables, strict=True)
-        ],
+        tables=[TableChange(kept_length, table[kept_length:]) for kept_length, table in lengths_and_tables],
         state_unit=seq.state_unit,
         should_sample=chunk.should_sample,
         logprob_prompt_len=None if seq.request.params.prompt_logprobs is None else seq.prompt_len,
@@ -163,7 +169,7 @@ def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
 
 
 class PlanDecoder:
-    """Rebuilds step plans from the messages of rank 0, on the other ranks.
+    """Rebuilds the plan of each step from rank 0's message, on the other tensor-parallel ranks.
 
     A message has only the changes since the plan before, so every message must be decoded, in order.
     """
@@ -181,10 +187,10 @@ class PlanDecoder:
         )
 
     def _decode_chunk(self, message: ChunkMessage) -> Chunk:
-        """Return the chunk of a message, with its sequence brought up to date.
+        """Return a chunk, the tokens of a sequence that a step computes, and update the sequence by the message.
 
-        The sequence is taken from the last plan, or is new. Tokens before the chunk may be zeros, because this rank
-        reads only the tokens of the chunk.
+        The sequence is taken from the last plan, or is new. Its tokens before the chunk may be zeros, because this rank
+        reads only those of the chunk.
         """
         if message.previous_index is None:
             seq = _make_new_sequence(message)
@@ -194,8 +200,8 @@ class PlanDecoder:
         tokens += [0] * (message.start - len(tokens))
         tokens[message.start :] = message.token_ids
         for table, change in zip(seq.block_tables, message.tables, strict=True):
-            is_replaced = change.kept_blocks < len(table)
-            if is_replaced:
+            replaces_blocks = change.kept_blocks < len(table)
+            if replaces_blocks:
                 seq.table_version += 1
             table[change.kept_blocks :] = change.new_blocks
         seq.state_unit = message.state_unit

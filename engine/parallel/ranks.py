@@ -56,9 +56,10 @@ log = logging.getLogger("engine.ranks")
 
 
 class _FollowerHandle:
-    """The leader's side of one follower: its process, and the connection to it."""
+    """The process of one tensor-parallel rank (a follower), and the connection to it, on the side of rank 0."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
+        """Start the process of `rank`, of `size` ranks. `port`: TCPStore by which the ranks find each other."""
         self.rank = rank
         self.process, sock = start_child("engine.parallel.follower", rank, size, port)
         self._connection = Connection(sock.detach())
@@ -69,10 +70,7 @@ class _FollowerHandle:
         self._connection.send_bytes(message)
 
     def receive(self) -> FollowerReply:
-        """Wait for the follower's reply to the last message, and return it.
-
-        Raises RunnerLostError if the follower ends instead. The message says how it ended.
-        """
+        """Wait for the follower's reply, and return it. Raises RunnerLostError, with the reason, if it ends instead."""
         try:
             return self._decoder.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
@@ -81,7 +79,7 @@ class _FollowerHandle:
             raise RunnerLostError(self.describe_exit()) from None
 
     def describe_exit(self) -> str:
-        """Return a message about how the follower has ended."""
+        """Return how the process has ended, for an error message."""
         exit_status = self.process.poll()
         if exit_status is None:
             exit_event = "closed its socket"
@@ -95,7 +93,7 @@ class _FollowerHandle:
         self._connection.close()
 
     def end_process(self) -> None:
-        """Wait for the process, which ends once its socket is closed; kill it if it takes too long."""
+        """Wait for the process, which ends after `close`; kill it if it takes too long."""
         try:
             self.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -108,19 +106,21 @@ class Leader:
     """Starts the followers, and makes them do what rank 0 does. Must be closed; one at a time in a process."""
 
     def __init__(self, size: int) -> None:
-        """Start `size` - 1 follower processes, and the store over which the ranks find each other later."""
+        """Start the processes of `size` - 1 followers, and the TCPStore by which the ranks find each other later."""
         assert size > 1, size
         self.rank_count = size
+        self._encoder = msgspec.msgpack.Encoder()
+        self._operation_lock = threading.Lock()
+        self._has_joined_group = False
+        self._is_closing = False
+        self._lost_reason: str | None = None
+        """Why the engine cannot go on; None while all ranks work."""
+
         listener = socket.create_server((LOOPBACK, 0))  # by default the store listens on every interface
         port = listener.getsockname()[1]
         self._store = TCPStore(
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._encoder = msgspec.msgpack.Encoder()
-        self._operation_lock = threading.Lock()
-        self._is_joined = False
-        self._is_closing = False
-        self._lost_reason: str | None = None
         self._followers: list[_FollowerHandle] = []
         for rank in range(1, size):
             self._followers.append(_FollowerHandle(rank, size, port))
@@ -143,9 +143,9 @@ class Leader:
             reply = follower.receive()
             if isinstance(reply, LoadFailed):
                 raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
-        if not self._is_joined:
+        if not self._has_joined_group:
             join_process_group(0, self.rank_count, self._store, device)
-            self._is_joined = True
+            self._has_joined_group = True
 
     def all_reduce_min(self, count: int, device: torch.device) -> int:
         """Return the smallest number of all ranks. Raises RunnerLostError if a rank ends instead."""
@@ -216,11 +216,14 @@ class Leader:
             threading.Thread(target=self._watch_follower, args=(follower, on_lost), daemon=True).start()
 
     def close(self) -> None:
-        """End the followers and the process group; kill followers that do not end in time. Idempotent."""
+        """End the follower processes, and leave the process group. May be called twice.
+
+        A follower ends after its socket is closed, and is killed if that takes too long.
+        """
         self._is_closing = True
         for follower in self._followers:
             follower.close()
-        if not self._is_joined:
+        if not self._has_joined_group:
             self._end_followers()
         elif self._lost_reason is None:
             # With NCCL, no rank leaves the process group before all do, so this rank leaves while the followers end.
@@ -233,7 +236,7 @@ class Leader:
             self._end_followers()
             if dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
                 dist.destroy_process_group()
-        self._is_joined = False
+        self._has_joined_group = False
 
     def _end_followers(self) -> None:
         for follower in self._followers:
@@ -258,16 +261,19 @@ class Leader:
 
 
 class LeadingRunner:
-    """Computes steps on all ranks together. Implements `engine.core.Runner`."""
+    """Computes the engine's steps on all tensor-parallel ranks together. Implements `engine.core.Runner`.
+
+    The ranks other than this process, rank 0, get the plan of each step as a message, and compute it meanwhile.
+    """
 
     def __init__(self, leader: Leader, runner: Runner) -> None:
-        """Lead the followers of `leader`. `runner`: computes the part of rank 0."""
+        """Make a runner of all ranks. `leader`: sends messages to the others. `runner`: computes rank 0's part."""
         self._leader = leader
         self._runner = runner
         self._plan_encoder = PlanEncoder()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Return a function that has all ranks compute a plan. It raises RunnerLostError if any rank fails."""
+        """Return a function that computes a step on all ranks. It raises RunnerLostError if any rank fails."""
         return partial(self._execute, plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -277,13 +283,13 @@ class LeadingRunner:
 
 
 class RankedBlockMemory:
-    """Reads, writes and copies blocks on all ranks together. Implements `BlockMemory`.
+    """Reads, writes and copies cache blocks on all tensor-parallel ranks together. Implements `BlockMemory`.
 
-    A block's content is the parts of all ranks, rank 0 first.
+    Each rank holds a part of every block. A block's content is the parts of all ranks, rank 0 first.
     """
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
-        """Access the blocks of the ranks of `leader`. `copier`: reads and writes the parts of rank 0."""
+        """`leader`: sends messages to the other ranks. `copier`: reads, writes and copies the parts of rank 0."""
         self._leader = leader
         self._copier = copier
 
@@ -297,7 +303,7 @@ class RankedBlockMemory:
                 self._copier.execute(block_copies)
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
-        """Return the contents of blocks, put together from the parts of all ranks."""
+        """Return the contents of blocks, one after another, put together from the parts of all ranks."""
         with self._leader.hold_ranks():
             self._leader.broadcast(ReadBlocks(list(places)))
             own_parts = self._copier.read_blocks(places)
