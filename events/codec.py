@@ -54,10 +54,9 @@ def decode_batch_rank(payload: bytes) -> int | None:
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
-    """Decode a batch of KV cache events from any known version of an engine.
+    """Decode a batch of KV cache events from any known version of an engine. Raises DecodeError if it is no batch.
 
-    Events that are malformed or of an unknown type are left out of the batch, and reported in the result. Raises
-    DecodeError if the payload is not `[timestamp, events, rank]` in msgpack.
+    Events that are malformed or of an unknown type are left out of the batch, and reported in the result.
     """
     try:
         raw_batch = _RAW_BATCH_DECODER.decode(payload)

@@ -148,10 +148,7 @@ class EventFeed:
         self._submit(lambda: self._remove(stream_id))
 
     def schedule_work(self, stream_id: str, work: SlicedWork) -> None:
-        """Do some work on the feed's thread, after the waiting instructions of a stream.
-
-        The work is dropped if the stream is removed or reset.
-        """
+        """Do work on the feed's thread after a stream's queued instructions, unless the stream is removed before."""
         self._submit(lambda: self._enqueue_work(stream_id, work))
 
     def bind(self, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> str:
@@ -280,7 +277,8 @@ class EventFeed:
         It is unknown which events were handled before, so the handler is told to remove all blocks of the stream.
         """
         stream.fault_count += 1
-        pause_s = _choose_retry_pause_s(stream.fault_count)
+        doubling_count = min(stream.fault_count - 1, 10)
+        pause_s = min(RETRY_S * 2.0**doubling_count, MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         is_surprising = stream.fault_count == 1 and not isinstance(error, EventsError)
@@ -304,10 +302,7 @@ class EventFeed:
         self._run_guarded(stream, self._reopen, stream)
 
     def _reopen(self, stream: FollowedStream) -> None:
-        """Subscribe to a stream anew, unless its publisher connects to a bound socket.
-
-        Raises EventsError if the address cannot be used.
-        """
+        """Subscribe to a stream anew, unless its publisher connects to a bound socket. Raises EventsError."""
         if isinstance(stream.subscription, BoundSubscription):
             return
         self._unsubscribe(stream)
@@ -415,10 +410,7 @@ class EventFeed:
                 self._run_guarded(stream, self._on_disconnected, stream)
 
     def _read_live(self, subscription: Subscription) -> None:
-        """Read and handle some of the live messages that wait in a SUB socket.
-
-        While a stream has queued work, its further messages stay in ZeroMQ's queue.
-        """
+        """Read and handle some of the live messages of a SUB socket, unless its stream has queued work."""
         if isinstance(subscription, StreamSubscription) and subscription.stream.is_busy:
             return
         messages = self._receive_live(subscription)
@@ -529,10 +521,7 @@ class EventFeed:
         self._mark_busy(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform queued work of a stream, until it has used TURN_BYTES and other streams get their turn.
-
-        Replies to a request are read only when no other work is queued.
-        """
+        """Perform queued work of a stream, then its replies, until the stream has used up its turn of TURN_BYTES."""
         used_bytes = 0
         while stream.is_busy and used_bytes < TURN_BYTES:
             if stream.pending_work:
@@ -608,10 +597,7 @@ class EventFeed:
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        """Queue the replies to a stream's request that have arrived, at most REPLY_SLICE.
-
-        If too many bytes of replies wait, the request fails, and may be repeated.
-        """
+        """Queue the replies to a stream's request that have come; if too many bytes wait, the request fails."""
         dealer = stream.reply_socket
         assert dealer is not None
         for _ in range(REPLY_SLICE):
@@ -651,12 +637,6 @@ class EventFeed:
             self._cancel_request(stream)
         for subscription in set(self._subscription_by_socket.values()):
             self._unregister(subscription)
-
-
-def _choose_retry_pause_s(fault_count: int) -> float:
-    """Return the pause after a stream's n-th exception: it doubles each time, up to MAX_RETRY_S."""
-    doubling_count = min(fault_count - 1, 10)
-    return min(RETRY_S * 2.0**doubling_count, MAX_RETRY_S)
 
 
 def _has_input(socket: Any) -> bool:

@@ -100,9 +100,8 @@ class FollowedStream:
         self.reply_frames: list[zmq.Frame] = []
         """Frames of a reply of which the last ones are still to be read."""
         self.replies: deque[list[bytes]] = deque()
-        """Complete replies, in the order of arrival."""
+        """Complete replies, of `reply_bytes` in total."""
         self.reply_bytes = 0
-        """Bytes of `replies`."""
 
     @property
     def is_busy(self) -> bool:
@@ -195,10 +194,7 @@ class _SubSocket:
     """ZeroMQ SUB socket that receives live messages, with a monitor socket that reports its connections."""
 
     def __init__(self, context: Context, topic: str | None) -> None:
-        """Create the socket, with bounds on what a publisher can send.
-
-        `topic`: only topics that begin with it are received; None for all.
-        """
+        """Create the socket. `topic`: only topics that begin with it are received; None for all."""
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
@@ -300,10 +296,7 @@ Subscription: TypeAlias = StreamSubscription | BoundSubscription
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """Send a request to a publisher's ROUTER socket, and return the DEALER socket on which the reply will come.
-
-    Raises zmq.ZMQError.
-    """
+    """Send a request to a publisher's ROUTER socket; return the DEALER socket of the reply. Raises zmq.ZMQError."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = MAX_QUEUED_MESSAGES

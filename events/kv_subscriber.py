@@ -154,10 +154,7 @@ def format_notice(notice: object) -> str:
 
 
 def format_text_lines(item: Message | Notice, event_filter: EventFilter, *, show_tokens: bool) -> Iterator[str]:
-    """Yield the lines of text to print for a notice, or for the events of a batch that the filter selects.
-
-    Events of the batch that could not be read have lines, too.
-    """
+    """Yield the lines to print for a notice, or for the selected events and the errors of a batch."""
     time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
         yield f"{time_of_day} {item.stream_id} {format_notice(item.content)}"
@@ -242,10 +239,7 @@ def iter_sources(
 
 
 def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -> Iterator[StreamSource]:
-    """Ask a worker at which addresses it publishes KV cache events, and yield these streams.
-
-    Raises ClickException if the worker does not answer, or publishes no events.
-    """
+    """Ask a worker where it publishes KV cache events, and yield the streams. Raises ClickException if it has none."""
     try:
         sources = events.discover(worker_url)
     except (events.EventsError, OSError) as error:

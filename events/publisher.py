@@ -91,10 +91,7 @@ class EventPublisher:
         block_size: int | None = None,
         groups: tuple[GroupInfo, ...] = (),
     ) -> None:
-        """Open the sockets and start the publisher's thread.
-
-        `describe_source` tells subscribers the `model`, `block_size` and cache `groups`.
-        """
+        """Open the sockets and start the thread. `model`, `block_size` and `groups` are for `describe_source`."""
         if not config.is_enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
         self.config = config
@@ -176,10 +173,7 @@ class EventPublisher:
     # The publisher's thread
 
     def _run(self) -> None:
-        """Send live batches and answer replay requests, until `close` is called and no batch waits.
-
-        This is the main function of the publisher's thread.
-        """
+        """Send live batches and answer replay requests in the publisher's thread, until `close` and no batch waits."""
         poller = zmq.Poller()
         poller.register(self._wakeup_fd, zmq.POLLIN)
         replay_socket = self._replay_socket
@@ -265,10 +259,7 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send up to REPLY_SLICE messages, one of each pending reply in turn, so that no reply waits for another.
-
-        Return whether replies are pending but no peer takes a message now.
-        """
+        """Send some messages, one of each reply in turn; return whether replies wait but no peer takes a message."""
         busy_peer_count = 0  # peers in a row that took nothing
         for _ in range(REPLY_SLICE):
             if busy_peer_count >= len(self._pending_replies):
@@ -299,10 +290,9 @@ class EventPublisher:
             logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
             return _SendOutcome.REPLY_ENDED
         except zmq.ZMQError as error:
-            has_left = error.errno == zmq.EHOSTUNREACH
-            if not has_left:
+            if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return _SendOutcome.REPLY_ENDED
+            return _SendOutcome.REPLY_ENDED  # the peer has left
         reply.advance(time.monotonic())
         return _SendOutcome.SENT
 

@@ -180,10 +180,7 @@ class StreamState:
         return self._handle_repair_reply(seq, payload, now)
 
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
-        """Handle the end marker of a reply: go live if the reply brought all that was missing, else start over.
-
-        A reply to another request than the pending one is ignored.
-        """
+        """Handle the end of a reply: go live if the reply brought all that was missing, else start over."""
         if not self._is_pending(request_id):
             return []
         self._deadline = None
@@ -394,10 +391,7 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the live batches that arrived during a replay or a snapshot, and go live after the reply to a request.
-
-        Batches that are still missing are requested again.
-        """
+        """Apply the live batches that arrived before a reply ended, and go live; request again what is missing."""
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None

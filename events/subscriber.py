@@ -123,8 +123,7 @@ def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         with error:
-            has_no_route = error.code in (404, 405)
-            if has_no_route:
+            if error.code in (404, 405):
                 return [make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")]
             raise DecodeError(f"{error.url} answered {error.code} {error.reason}") from error
     return parse_sources(body, worker_url)

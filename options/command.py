@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import click
 import msgspec
 
-from options.fields import Schema, Setting, collect_values
+from options.fields import SECRET, Schema, Setting, collect_values
 from options.load import LoadedConfig, load_config, read_file
 from options.values import ConfigError, describe_type, parse_text, split_annotated
 
@@ -198,10 +198,7 @@ def render_settings_list(schema: Schema) -> str:
 
 
 def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
-    """Return a configuration as the text of a TOML file. Each line names where its value comes from.
-
-    Secrets are not shown.
-    """
+    """Return a configuration as a TOML file, without secrets. Each line names where its value comes from."""
     value_by_path = collect_values(loaded_config.config)
     lines_by_section: dict[str, list[str]] = {}
     for setting in _list_visible_settings(schema):
@@ -210,7 +207,7 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
         section, _, name = setting.path.rpartition(".")
         value = value_by_path[setting.path]
         origin = loaded_config.origin_by_path.get(setting.path, "default")
-        if setting.is_secret and value:
+        if SECRET in setting.annotation_marks and value:
             line = f"# {name} is set, and not shown  # {origin}"
         elif value is None:
             line = f"# {name} is not set"
@@ -242,10 +239,7 @@ def _make_parameter_name(path: str) -> str:
 
 
 def _make_click_option(setting: Setting, heading: str | None, *, is_shown: bool) -> Any:
-    """Return the click decorator that adds a setting's flag to a command.
-
-    `heading`: heading of the flag in `--help`, if `is_shown`.
-    """
+    """Return the click decorator that adds the flag of a setting, with its `heading` in `--help`."""
     flag = setting.flag
     assert flag is not None
     make_option = partial(

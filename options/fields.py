@@ -49,10 +49,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of a field of a configuration class: its type, its help and its flag.
-
-    Users may set the field, or it is a section, which groups further fields.
-    """
+    """Field of a configuration class that users may set, with its help and flag, or a section of such fields."""
 
     path: str
     """Name of the setting for users, after the names of its sections, such as `client_timeouts.request_s`."""
@@ -82,11 +79,6 @@ class Setting:
         return ROOT in self.annotation_marks
 
     @property
-    def is_secret(self) -> bool:
-        """Whether the value must never be printed."""
-        return SECRET in self.annotation_marks
-
-    @property
     def flag_names(self) -> tuple[str, ...]:
         """Names of the flag; for a boolean, such as "--cache-headers/--no-cache-headers"."""
         assert self.flag is not None
@@ -112,7 +104,7 @@ class Setting:
 
     def parse_value(self, label: str, value: Any) -> Any:
         """Convert a value to the setting's type. Raises ConfigError, which names the setting by `label`."""
-        return read_value(label, value, self.value_type, is_secret=self.is_secret)
+        return read_value(label, value, self.value_type, is_secret=SECRET in self.annotation_marks)
 
 
 class Schema:

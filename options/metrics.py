@@ -27,10 +27,8 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         """Number of values in each bucket."""
         self.total = 0.0
-        """Sum of all values."""
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

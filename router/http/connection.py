@@ -65,7 +65,6 @@ class Client(Protocol):
     """Interface by which an answer is sent to the client of the current request, such as a `ClientConnection`."""
 
     responder: Responder | None
-    """Object that answers the current request."""
     has_response_started: bool
     peer: str
     """IP address of the client."""
@@ -97,10 +96,7 @@ class Client(Protocol):
 
 
 def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
-    """Tell the responder of a client that the client is gone.
-
-    `record_crash(place, error)` is called if the responder raises.
-    """
+    """Tell the responder of a client that the client is gone. If that raises, call `record_crash(place, error)`."""
     responder, client.responder = client.responder, None
     if responder is None:
         return
@@ -182,11 +178,7 @@ class ClientConnection(asyncio.Protocol):
     )  # fmt: skip
 
     def __init__(self, app: Application, open_connections: set[ClientConnection]) -> None:
-        """Make the connection of a client, for which asyncio then calls `connection_made`.
-
-        `app` checks and answers the requests. `open_connections`: all connections of the listening address; this one
-        adds itself, and leaves when it is closed.
-        """
+        """Make the connection of a client. `open_connections`: those of the listening address, with this one."""
         self._app = app
         self._open_connections = open_connections
         self._transport: Any = None
@@ -467,10 +459,7 @@ class ClientConnection(asyncio.Protocol):
             self._handle_requests()
 
     def _start_request(self, request: HttpRequest) -> None:
-        """Check a complete request, decode its body if it is compressed, and pass it to the application.
-
-        A request that is refused, or that fails by an exception, is answered with an error.
-        """
+        """Pass a complete, decoded request to the application, or answer with an error if the request is refused."""
         self._is_busy = True
         self.has_response_started = False
         self._request = request
@@ -523,10 +512,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _admit(self, request: HttpRequest) -> str | None:
-        """Check a request as soon as its head has come, and return how its body is compressed; None if it is not.
-
-        Raises RequestError if the request is refused.
-        """
+        """Check a request by its head; return how its body is compressed, or None. Raises RequestError."""
         coding = get_body_coding(request) if request.has_body else None
         tenant = self._app.admit(self, request)
         if tenant != self._charge.tenant:
@@ -570,7 +556,6 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _pause_reading(self) -> None:
-        """Read no more bytes from the client, if it is still connected."""
         if not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()

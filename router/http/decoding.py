@@ -133,10 +133,7 @@ class BodyDecoder:
         return self._body.to_tuple()
 
     def decode_slice(self) -> bool:
-        """Decode the next slice of a compressed body; return whether the whole body is decoded now.
-
-        Raises RequestError if the body is malformed or too long.
-        """
+        """Decode the next slice; return whether the whole body is decoded. Raises RequestError if it is malformed."""
         data = self._unconsumed or next(self._input, b"")
         try:
             output = self._stream.decompress(data, OUTPUT_SLICE_BYTES)

@@ -42,7 +42,6 @@ class Listener:
         """
 
         def make_protocol() -> asyncio.Protocol:
-            """Return the object that handles an accepted connection."""
             is_full = len(self.connections) + len(self.handshake_tasks) >= self._max_connections
             if tls is not None:
                 return _TlsAcceptor(self, None if is_full else tls)

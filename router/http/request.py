@@ -142,10 +142,7 @@ class RequestParser:
         return request
 
     def pop_expect_continue(self) -> bool:
-        """Return whether the client waits for `100 Continue` before it sends a body.
-
-        True at most once for each request.
-        """
+        """Return whether the client waits for `100 Continue` before it sends a body; True once for each request."""
         has_body_begun = self._body is not None and self._body.byte_count > 0
         is_waiting = self._is_continue_expected and self._request is not None and not has_body_begun
         self._is_continue_expected = False
@@ -162,10 +159,7 @@ class RequestParser:
         self._request = self._chunked_body = None
 
     def discard_piece(self) -> bool:
-        """Free one piece of the body of a client that left or was refused; return whether there are more.
-
-        One at a time, because freeing many at once takes long.
-        """
+        """Free one piece of an unwanted body; return whether there are more. Freeing many at once takes long."""
         pieces = [] if self._body is None else self._body.complete
         if pieces:
             pieces.pop()
@@ -292,10 +286,7 @@ class RequestParser:
         return None
 
     def _parse_head(self, raw_head: bytes) -> HttpRequest:
-        """Parse and check a complete head, the request line and the headers; return the request without its body.
-
-        Raises BadRequest or ProtocolError.
-        """
+        """Parse and check a complete head; return the request without its body. Raises BadRequest or ProtocolError."""
         match = _REQUEST_LINE_PATTERN.match(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")

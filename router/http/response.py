@@ -47,7 +47,6 @@ class LengthBody:
         self.is_complete = length == 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return how many leading bytes of `data` belong to the body, and append these to `payload`, if it is given."""
         body_bytes = min(len(data), self.remaining_bytes)
         self.remaining_bytes -= body_bytes
         self.is_complete = self.remaining_bytes == 0
@@ -70,13 +69,12 @@ class CloseDelimitedBody:
         self.is_complete = False
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return how many bytes of `data` belong to the body: all. They are appended to `payload`, if it is given."""
+        """Return the number of bytes of `data`, as all belong to the body."""
         if payload is not None:
             payload += data
         return len(data)
 
     def finish(self) -> None:
-        """End the body, because the connection was closed."""
         self.is_complete = True
 
 

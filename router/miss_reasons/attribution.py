@@ -64,10 +64,7 @@ class MissFacts(Protocol):
 
 
 class _RangeBuilder:
-    """Builds the ranges of uncached tokens of a prompt, each with a reason, one after the other without gaps.
-
-    The next range begins at `offset`, where the last one ended.
-    """
+    """Builds a prompt's ranges of uncached tokens, without gaps: the next range begins at `offset`."""
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
         self.offset = offset

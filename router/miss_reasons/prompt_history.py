@@ -190,10 +190,7 @@ class PromptHistory:
         return list(islice(dict.fromkeys(prompts), BRANCHES_MAX))
 
     def add(self, prompt: AnalyzedPrompt, replaces: AnalyzedPrompt | None = None) -> None:
-        """Store a prompt, and drop the oldest ones if there is no room. One without session and keys is not stored.
-
-        `replaces`: the prompt that it continues, which is dropped.
-        """
+        """Store a prompt that later ones can find, in place of `replaces`. If there is no room, drop the oldest."""
         if replaces is not None and replaces.session == prompt.session:
             self._drop(replaces)
         can_be_found = prompt.session is not None or prompt.storage_keys
