@@ -23,7 +23,7 @@ from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
 from routing_sim.traces import ChatShape, generate_chat, generate_tool_use, read_trace
 
 from router.decide.config import CoreConfig
-from router.shadow.observed_request import ObservedRequest, PromptEnd, PromptEnds
+from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts
 from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
@@ -127,7 +127,7 @@ def keep_answers(workload: Workload) -> None:
 
 def observe_run(workload: Workload, result: SimulationResult) -> list[ObservedRequest]:
     """What `router shadow` sees of a run, in the order of arrival."""
-    prompt_ends = PromptEnds(len(workload.requests))
+    earlier_prompts = RecordedPrompts(len(workload.requests))
     lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
     requests = []
     for request in sorted(workload.requests, key=lambda r: result.arrived_s_by_request[r.index]):
@@ -138,8 +138,8 @@ def observe_run(workload: Workload, result: SimulationResult) -> list[ObservedRe
         )
         record.first_token_s, record.end_s = at_s + result.ttft_s_by_request[i], at_s + result.e2e_s_by_request[i]
         record.output_tokens = request.output_tokens
-        record.continues = prompt_ends.find_continued(ids, lambda earlier, tokens=tokens: earlier.tokens <= tokens)
-        prompt_ends.add(PromptEnd(i, lengths[i], 0), ids, request.full_block_count)
+        record.continues = earlier_prompts.find_continued(ids, lambda earlier, tokens=tokens: earlier.tokens <= tokens)
+        earlier_prompts.add(RecordedPrompt(i, lengths[i], 0), ids, request.full_block_count)
         requests.append(record)
     return requests
 

@@ -83,10 +83,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     def find_tenant(self, client: Client, request: HttpRequest) -> str:
-        """Return the tenant of a request: the name of its API key, or the client's address if no keys are configured.
-
-        Raises RequestError for a request without a valid key.
-        """
+        """Return the name of a request's API key, or the client's address without keys. Raises RequestError."""
         if not self._keys:
             return client.peer
         client_key = read_bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()

@@ -72,7 +72,7 @@ class RouterProcess:
         seed, snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         index = make_index(seed)
 
-        # What forwards requests to workers. uvloop's own clock stands still within a turn of the loop.
+        # What forwards requests to workers. (The clock of uvloop stands still while the loop runs callbacks.)
         worker_tls = config.make_worker_tls()
         pipeline = self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
         proxy = pipeline.proxy
@@ -102,10 +102,7 @@ class RouterProcess:
         self._shutdown = Shutdown(config.edge, proxy, self._listeners)
 
     async def run(self) -> None:
-        """Serve requests until a signal comes, then end those in flight.
-
-        Raises OSError for an address that cannot be used, and ConfigError.
-        """
+        """Serve requests until a signal comes, then let those in flight end. Raises OSError and ConfigError."""
         config = self._config
         async with self._resources:
             # All addresses are bound first, so that the start fails at once if one cannot be used.

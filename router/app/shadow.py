@@ -118,10 +118,7 @@ class ShadowProcess(RouterProcess):
     async def _record_logged_request(
         self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
     ) -> None:
-        """Read and record one request of a log. It is only counted if its prompt or its worker cannot be found out.
-
-        `worker_ids`: workers to assume in turn where the log names none.
-        """
+        """Read and record one request of a log, or only count it if its prompt or its worker cannot be found out."""
         recorder, reader = self._recorder, self.pipeline.request_reader
         context = RequestContext(request, tenant="", started_at_s=0.0)
         try:

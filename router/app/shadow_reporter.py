@@ -84,10 +84,7 @@ class ShadowReporter:
             self._compare_task = asyncio.ensure_future(self._compare())
 
     async def _compare(self) -> None:
-        """Compare the placement of all requests so far with that of `router run`, and write the report.
-
-        The comparison runs in another process, because it takes seconds.
-        """
+        """Compare the placement of all requests with that of `router run`, in another process, and write the report."""
         if self._compare_process is None:
             spawn = multiprocessing.get_context("spawn")
             self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
@@ -124,7 +121,7 @@ class ShadowReporter:
         """Return a function that compares the requests. The first of them, `warm_share`, only fill the caches."""
         warmup_count = min(int(len(requests) * self._config.warm_share), len(requests) - 1)
         recorder = self._recorder
-        return partial(compare, requests, recorder.engines(), recorder.block, self._router_config, warmup_count)
+        return partial(compare, requests, recorder.engines(), recorder.block_tokens, self._router_config, warmup_count)
 
     def _make_report(self) -> ShadowReport:
         """Return the report about all requests until now, with the result of the last comparison."""

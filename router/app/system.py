@@ -60,10 +60,7 @@ class HeapTrimmer:
 
 
 def limit_garbage_collection() -> None:
-    """Exclude the objects of the start from garbage collection, and limit automatic collections to a few milliseconds.
-
-    `collect_old_objects` makes full collections.
-    """
+    """Exclude the objects of the start from garbage collection, and limit each automatic collection to a few ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD, 2**31 - 1)

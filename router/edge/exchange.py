@@ -44,15 +44,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = (
-        "_attempt",
-        "_filter",
-        "_is_client_paused",
-        "_is_source_refused",
-        "_prefill",
-        "_proxy",
-        "client",
-        "context",
-    )
+        "_attempt", "_filter", "_is_client_paused", "_is_source_refused", "_prefill", "_proxy", "client", "context",
+    )  # fmt: skip
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
         self._proxy = proxy
@@ -105,7 +98,7 @@ class Exchange:
             self._start_attempt(decision)
 
     def on_prefill_computed(self) -> None:
-        """Record that another worker has computed the prompt, and start the decode if it waited for that."""
+        """Record that another worker has computed the prompt, so that the chosen worker can fetch its KV and answer."""
         prefill, decision = self._prefill, self.context.decision
         assert prefill is not None
         assert decision is not None
@@ -117,7 +110,7 @@ class Exchange:
         )
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:
-            self._start_attempt(decision)
+            self._start_attempt(decision)  # otherwise the chosen worker has the request already
         elif prefill.needs_partner:  # SGLang: its prefill ends when the KV has moved, so nothing is left to do
             prefill.close()
             self._prefill = None
@@ -275,10 +268,7 @@ class Exchange:
         return transfer if is_pull and not self._is_source_refused else None
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
-        """Try another worker, or refuse the request, because no connection to the chosen worker could be opened.
-
-        `error`: None if the worker closed the connection at once.
-        """
+        """Try another worker, or refuse, as no connection was opened. `error`: None if the worker closed it at once."""
         attempt = self._attempt
         if self.context.is_done:
             return
@@ -694,10 +684,8 @@ class Exchange:
         attempt, context = self._attempt, self.context
         context.progress.sent_at_s = None
         if attempt is not None:
-            is_fetching_kv = (
-                prefill is not None and prefill.is_computed and prefill.is_taken and self._response_head is None
-            )
-            if is_fetching_kv and context.is_done:
+            is_unanswered = context.is_done and self._response_head is None
+            if is_unanswered and prefill is not None and prefill.is_being_fetched:
                 attempt.close_after_answer()  # if the fetch were cut off, the other worker would not free all KV
             attempt.close()
         if context.is_done:

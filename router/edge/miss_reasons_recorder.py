@@ -46,10 +46,7 @@ class MissReasonsRecorder:
     """
 
     def __init__(self, config: MissReasonsConfig, proxy: Proxy, prompt_reader: PromptReader) -> None:
-        """Make the analyzer of cache misses, and have `proxy` call this object at the first byte and end of requests.
-
-        Without `config.enabled` nothing is recorded.
-        """
+        """Make the analyzer of cache misses, and have `proxy` report the first byte and the end of requests."""
         self._proxy = proxy
         self._core = proxy.core
         self._facts = FactsAdapter(self._core, prompt_reader.tokenizers.get)
@@ -70,7 +67,7 @@ class MissReasonsRecorder:
         """Conversations that the operator named on POST /requests/watch."""
         self._watches = (self._header_watches, self._operator_watches)
 
-        self.is_enabled = config.enabled
+        self.is_enabled = config.enabled  # otherwise nothing is recorded
         if self.is_enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)

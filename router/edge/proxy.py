@@ -171,16 +171,13 @@ class Proxy:
             self._execute(instruction)
 
     def _execute(self, instruction: Instruction) -> None:
-        """Carry out one instruction of the core: forward a request, refuse it, or report a lost worker.
-
-        An instruction for a request that has ended meanwhile is ignored.
-        """
+        """Carry out one instruction of the core: forward or refuse a request, or report a lost worker."""
         if isinstance(instruction, WorkerLost):
             self._notify(self.on_worker_lost, instruction.worker_id)
             return
         exchange = self.exchanges.get(instruction.request_id)
         if exchange is None:
-            return
+            return  # the request has ended meanwhile
         try:
             if isinstance(instruction, Forward):
                 if exchange.context.is_logged:
@@ -188,7 +185,7 @@ class Proxy:
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
                 _refuse(exchange, instruction)
-        except Exception as error:  # noqa: BLE001  a fault here must not end another request, whose end led to this
+        except Exception as error:  # noqa: BLE001  this may run at the end of another request
             self.end_crashed(exchange, error)
 
     def tick_core(self, now: float) -> None:
@@ -216,10 +213,9 @@ class Proxy:
         self.perform(self.core.abort_request(context.request_id, self.now()))
 
     def withdraw(self, context: RequestContext, kind: FailureKind | None) -> None:
-        """Tell the core that a request ended early, and carry out what the core has other requests do then.
+        """Tell the core, which chooses workers, that a request ended early, and carry out its instructions for others.
 
-        For example, a queued request can go to the worker that is free now. `kind`: how the worker failed; None if no
-        worker failed.
+        For example, a queued request gets the place at the worker. `kind`: how the worker failed; None if it did not.
         """
         request_id, now = context.request_id, self.now()
         instructions: list[Instruction] = []
@@ -293,10 +289,7 @@ class Proxy:
         )  # fmt: skip
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        """Count a failed attempt and tell the listeners, whether or not another attempt follows.
-
-        `decision`: None if no worker is to blame, as when this machine has no sockets left.
-        """
+        """Count a failed attempt, and call the listeners. `decision`: None if no worker is to blame."""
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         self._notify(self.on_failure, decision, kind, reason)
 

@@ -190,10 +190,7 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext) -> None:
-        """Cache the tokens and block digests of a prompt, so that the next turn of its conversation reuses them.
-
-        Then only the new messages of that turn have to be tokenised and digested.
-        """
+        """Cache the tokens and block digests of a prompt, so that the next turn computes those of new messages only."""
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
@@ -257,12 +254,9 @@ class RequestReader:
         )
 
     def _resolve_model(self, name: str, *, is_renamed: bool) -> ResolvedModel:
-        """Return the model of this name, with its base and LoRA adapter if a worker serves it.
-
-        An unknown name is kept, and the core refuses it later.
-        """
+        """Return the model of this name, with its base and LoRA adapter if a worker serves it."""
         served_model = self._core.resolve_model(name)
-        if served_model is None:
+        if served_model is None:  # the core refuses it later
             return ResolvedModel(name, name, is_renamed=is_renamed)
         return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
 
@@ -272,10 +266,7 @@ async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, Pars
 
 
 def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
-    """Estimate the tokens of a prompt that was not tokenised, by the bytes of its body.
-
-    The estimate is at most the model's context: a body with an image would seem too expensive for every worker.
-    """
+    """Estimate the tokens of a prompt by the bytes of its body, but at most as the model's context."""
     body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes  # of what a model reads
     return min(max(1, body_bytes // CHARS_PER_TOKEN), model.tokens_max or ESTIMATED_TOKENS_MAX)
 
@@ -348,10 +339,7 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
 
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
-    """Return a JSON object without the fields that clients may not set; None if it has no such field.
-
-    Raises RequestError if it cannot be decoded or is nested too deeply.
-    """
+    """Return a JSON object without the fields that clients may not set; None if it has none. Raises RequestError."""
     fields: Any = decode_json(_VALUE_DECODER, value)
     try:
         client_fields = without_worker_fields(fields, allowed_fields)

@@ -77,10 +77,7 @@ class ResponseProgress(msgspec.Struct, eq=False):
 
     @staticmethod
     def is_output(data: bytes, path: str) -> bool:
-        """Return whether the bytes contain output of the model.
-
-        They do in every API but Responses, whose streams begin with events about the response itself.
-        """
+        """Return whether the bytes have output of the model: streams of the Responses API begin with other events."""
         return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:

@@ -15,6 +15,7 @@ from router.prompting.sessions import NameByMeaning, SessionNames
 _HEADER_NAMES: Final = frozenset(
     b"x-blockcast-" + name for name in (b"priority", b"deadline-ms", b"ttft-ms", b"worker", b"role", b"explain")
 )
+_MS_OF_DAY: Final = 86_400_000
 
 
 class RoutingHeaders(msgspec.Struct, eq=False):
@@ -55,8 +56,8 @@ def read_routing_headers(
     has_routing_headers = not _HEADER_NAMES.isdisjoint(header_names)
     if has_routing_headers:
         headers.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
-        headers.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
-        headers.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        headers.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, _MS_OF_DAY)
+        headers.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, _MS_OF_DAY)
         headers.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
         headers.role = _decode_header(request.get_header(b"x-blockcast-role"))
         headers.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1

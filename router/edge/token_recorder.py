@@ -155,10 +155,7 @@ class TokenRecorder:
         return b"".join(complete_events)
 
     def finish(self) -> bytes:
-        """Return the bytes after the last complete event as an event too, because the answer has ended.
-
-        Return no bytes if they report the worker's failure, which is held back.
-        """
+        """Return the bytes after the last complete event, as the answer has ended; none if they report a failure."""
         event = bytes(self._pending)
         if not event or self.has_worker_failed:
             return b""
@@ -183,10 +180,7 @@ class TokenRecorder:
         )
 
     def rewind(self, *, drops_incomplete_text: bool) -> None:
-        """Forget the pending bytes, as another worker continues the answer.
-
-        `drops_incomplete_text`: forget tokens without complete text, too.
-        """
+        """Forget the pending bytes, and maybe tokens without complete text, as another worker continues the answer."""
         if drops_incomplete_text:
             del self._output_digits[self._text_end :]
         self._pending.clear()

@@ -80,10 +80,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
-        """Make a connection to the worker at `target`; asyncio calls `connection_made` once it is open.
-
-        `pool` keeps the connection while it is idle, between two requests.
-        """
+        """Make a connection to the worker at `target`, which asyncio then opens. `pool` keeps it while it is idle."""
         self._pool = pool
         self.target = target
         self.transport: Any = None

@@ -39,7 +39,7 @@ class ObservedRequest(msgspec.Struct):
     """Session or user, if the client named one."""
 
 
-class PromptEnd(NamedTuple):
+class RecordedPrompt(NamedTuple):
     """Length and digest of a prompt that a later one may continue."""
 
     serial: int
@@ -49,14 +49,14 @@ class PromptEnd(NamedTuple):
     """Digest of all tokens of the prompt."""
 
 
-class PromptEnds:
+class RecordedPrompts:
     """The last `max_prompts` prompts, to find the earlier turn of a conversation that a new prompt continues."""
 
     def __init__(self, max_prompts: int) -> None:
-        self._prompt_by_last_block: BoundedDict[int, PromptEnd] = BoundedDict(max_prompts)
+        self._prompt_by_last_block: BoundedDict[int, RecordedPrompt] = BoundedDict(max_prompts)
         """Digest of a prompt's last full block -> the latest prompt with that block. The oldest is dropped first."""
 
-    def add(self, prompt: PromptEnd, block_ids: Sequence[int], full_block_count: int) -> None:
+    def add(self, prompt: RecordedPrompt, block_ids: Sequence[int], full_block_count: int) -> None:
         """Add a prompt, unless it is shorter than a block.
 
         `block_ids`: digests of its blocks. The prompt fills the first `full_block_count` of them.
@@ -65,7 +65,7 @@ class PromptEnds:
             last_full_block = block_ids[full_block_count - 1]
             self._prompt_by_last_block[last_full_block] = prompt
 
-    def find_continued(self, block_ids: Sequence[int], is_prefix: Callable[[PromptEnd], bool]) -> int | None:
+    def find_continued(self, block_ids: Sequence[int], is_prefix: Callable[[RecordedPrompt], bool]) -> int | None:
         """Return the serial number of the request with the longest prompt that begins a new one; None if none does.
 
         `block_ids`: digests of the blocks of the new prompt. `is_prefix` returns whether the new prompt begins with all

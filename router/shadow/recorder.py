@@ -23,7 +23,7 @@ from router.decide.workers import WorkerSpec
 from router.edge.mirrored_exchange import MIRRORED
 from router.edge.request_context import RequestContext
 from router.shadow.config import ShadowConfig
-from router.shadow.observed_request import ObservedRequest, PromptEnd, PromptEnds
+from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts
 from router.shadow.replay import ObservedEngine
 from router.shadow.request_log import LogLine
 
@@ -65,15 +65,15 @@ class Recorder:
     requests: list[ObservedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Requests by outcome: placed, unplaced, unread, failed; `dropped` ones were placed, and are not compared."""
-    block: int = 0
+    block_tokens: int = 0
     """Tokens in a block; 0 before the first request."""
-    _open: dict[int, UnplacedRequest] = field(default_factory=dict)
-    """Requests without a worker yet, by their serials."""
+    _unplaced_by_serial: dict[int, UnplacedRequest] = field(default_factory=dict)
+    """Requests without a worker yet, by their serial numbers."""
     _serials: count[int] = field(default_factory=count)
-    _prompt_ends: PromptEnds = field(init=False)
+    _earlier_prompts: RecordedPrompts = field(init=False)
 
     def __post_init__(self) -> None:
-        self._prompt_ends = PromptEnds(self.config.requests_max)
+        self._earlier_prompts = RecordedPrompts(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
         """Record the copy of a request that another load balancer sends to a worker.
@@ -91,15 +91,15 @@ class Recorder:
         observed = self._observe(route, context.started_at_s)
         cached_tokens = {terms.worker: terms.resident_tokens for terms in decision.candidates}
         self._place_predecessor(observed.continues, cached_tokens)
-        if len(self._open) >= OPEN_MAX:
+        if len(self._unplaced_by_serial) >= OPEN_MAX:
             self.counts["unplaced"] += 1
             return
-        self._open[observed.serial] = UnplacedRequest(
+        self._unplaced_by_serial[observed.serial] = UnplacedRequest(
             observed,
             context,
             route,
             decision,
-            full_block_tokens=(route.prompt_tokens - 1) // self.block * self.block,
+            full_block_tokens=(route.prompt_tokens - 1) // self.block_tokens * self.block_tokens,
             cached_tokens_at_arrival=cached_tokens,
             next_search_s=self.now(),
         )
@@ -110,7 +110,7 @@ class Recorder:
         A request was answered by the worker with a KV cache that has gained the prompt's blocks. If no cache has after
         SETTLED_S, it was the worker that had all blocks before.
         """
-        for request in list(self._open.values()):
+        for request in list(self._unplaced_by_serial.values()):
             if now < request.next_search_s:
                 continue
             age_s = now - request.observed.arrival_s
@@ -126,7 +126,7 @@ class Recorder:
             else:
                 request.next_search_s = now + max(SEARCH_S, SEARCH_SHARE * age_s)
                 continue
-            del self._open[request.observed.serial]
+            del self._unplaced_by_serial[request.observed.serial]
 
     def _count_cached_tokens(self, route: RouteRequest) -> dict[str, int]:
         """Return how many tokens of a prompt each target has cached now."""
@@ -163,10 +163,10 @@ class Recorder:
         `cached_tokens`: tokens of the new prompt that each target has. Later this search could fail, because the cache
         to which the new turn goes has both turns then.
         """
-        request = None if serial is None else self._open.get(serial)
+        request = None if serial is None else self._unplaced_by_serial.get(serial)
         worker = None if request is None else self._find_grown_cache(request, cached_tokens)
         if request is not None and worker is not None:
-            del self._open[request.observed.serial]
+            del self._unplaced_by_serial[request.observed.serial]
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
@@ -187,10 +187,7 @@ class Recorder:
         return workers[0] if len(workers) == 1 else None
 
     def _find_full_cache(self, request: UnplacedRequest) -> str | None:
-        """Return the only worker that had the whole prompt cached at the arrival of the copy; None for several.
-
-        The prompt was cached before, or its answer had begun. How much of it was cached is unknown.
-        """
+        """Return the only worker that had the whole prompt cached at the arrival of the copy; None for several."""
         targets = self.core.tracker.targets
         workers = {
             targets[name].worker_id
@@ -219,29 +216,26 @@ class Recorder:
             self.counts["dropped"] += 1
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
-        """Describe a request that arrived: the digests of its prompt's blocks, and the request that it continues.
-
-        The worker that answers it is not known yet, so it is empty.
-        """
-        if not self.block:
+        """Describe a request that arrived: digests of its prompt's blocks, and the request that it continues."""
+        if not self.block_tokens:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
-            self.block = max(block_sizes, default=BLOCK_TOKENS)
+            self.block_tokens = max(block_sizes, default=BLOCK_TOKENS)
         token_ids = array(ID_TYPE, route.token_ids or ())
-        prompt = PromptEnd(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
+        prompt = RecordedPrompt(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
         # The index gives no key to a prompt's last token, which engines always compute. So one token is added.
         padded_ids = array(ID_TYPE, [*token_ids, 0])
-        block_ids = array("Q", self.core.index.chunk_keys(padded_ids.tobytes(), route.scope, self.block))
-        full_block_count, partial_block_tokens = divmod(prompt.tokens, self.block)
+        block_ids = array("Q", self.core.index.chunk_keys(padded_ids.tobytes(), route.scope, self.block_tokens))
+        full_block_count, partial_block_tokens = divmod(prompt.tokens, self.block_tokens)
         if partial_block_tokens:
             block_ids.append(prompt.digest)
-        continued_serial = self._prompt_ends.find_continued(block_ids, partial(_begins_with, token_ids))
-        self._prompt_ends.add(prompt, block_ids, full_block_count)
+        continued_serial = self._earlier_prompts.find_continued(block_ids, partial(_begins_with, token_ids))
+        self._earlier_prompts.add(prompt, block_ids, full_block_count)
         return ObservedRequest(
             prompt.serial, at_s, block_ids, prompt.tokens, worker="", continues=continued_serial, user=route.session
-        )
+        )  # the worker is found later
 
 
-def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
+def _begins_with(tokens: array[int], earlier: RecordedPrompt) -> bool:
     """Return whether a prompt begins with all of an earlier one, and is longer."""
     if earlier.tokens >= len(tokens):
         return False

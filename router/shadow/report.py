@@ -27,8 +27,8 @@ METHOD_NOTE = (
     "their recorded times. The last column of the first table shows how far the simulation of today is from what was "
     "measured. If it is far off, do not trust the other columns.</p></html>"
 )
-WIDTH, HEIGHT = 640, 180
-"""Size of the plot, in units of its SVG picture."""
+WIDTH, HEIGHT, LEFT_MARGIN, MARGIN = 640, 180, 40, 20
+"""Size of the plot and its margins, in units of its SVG picture."""
 COLOURS = ("#888", "#b3261e", "#1b7f4d")
 """Colours of the curves in their order."""
 
@@ -209,10 +209,10 @@ def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
 
     def to_x(time_s: float) -> float:
         axis_share = log(max(time_s, shortest_s) / shortest_s) / log(longest_s / shortest_s)
-        return 40 + (WIDTH - 60) * min(axis_share, 1.0)
+        return LEFT_MARGIN + (WIDTH - LEFT_MARGIN - MARGIN) * min(axis_share, 1.0)
 
     def to_y(request_share: float) -> float:
-        return HEIGHT - 20 - (HEIGHT - 40) * request_share
+        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * request_share
 
     elements = []
     for number, (name, times) in enumerate(quantiles.items()):

@@ -35,10 +35,7 @@ class LogLine(msgspec.Struct):
 
 
 def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, HttpRequest]]:
-    """Yield each line of a log and the request that it describes. Raises ConfigError for a line that cannot be read.
-
-    `source`: name of the log in the error.
-    """
+    """Yield each line of a log and its request. Raises ConfigError, which names `source`, for an invalid line."""
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue

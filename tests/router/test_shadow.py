@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.shadow.observed_request import ObservedRequest, PromptEnd, PromptEnds, find_predecessors
+from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts, find_predecessors
 from router.shadow.replay import ObservedEngine, compare, learn_step_times, make_workload
 
 
@@ -38,13 +38,16 @@ def observe(serial: int, at: float, ids: list[int], **fields: Any) -> ObservedRe
 
 
 def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
-    prompt_ends = PromptEnds(max_prompts=2)
+    earlier_prompts = RecordedPrompts(max_prompts=2)
 
     def follow(
-        serial: int, block_ids: list[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool] = lambda _: True
+        serial: int,
+        block_ids: list[int],
+        full_blocks: int,
+        is_prefix: Callable[[RecordedPrompt], bool] = lambda _: True,
     ) -> int | None:
-        continued_serial = prompt_ends.find_continued(block_ids, is_prefix)
-        prompt_ends.add(PromptEnd(serial, 0, 0), block_ids, full_blocks)
+        continued_serial = earlier_prompts.find_continued(block_ids, is_prefix)
+        earlier_prompts.add(RecordedPrompt(serial, 0, 0), block_ids, full_blocks)
         return continued_serial
 
     assert follow(1, [10, 11], 2) is None

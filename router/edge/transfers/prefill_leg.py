@@ -162,6 +162,11 @@ class PrefillLeg:
         """Whether the source still keeps the KV, because no decode was sent that fetches and so frees it."""
         return self.is_computed and not self.is_taken
 
+    @property
+    def is_being_fetched(self) -> bool:
+        """Whether the decode's worker may be fetching the KV now."""
+        return self.is_computed and self.is_taken
+
     def take_decode_fields(self, now: float) -> Fields | None:
         """Return the fields for the decode; None if the KV may be gone."""
         if self.is_computed and now > self._deadline_s:
