@@ -20,12 +20,15 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 
 
 def __getattr__(name: str) -> Any:
-    """Load on first use: `engine serve --help` must not wait for a tensor library."""
+    """Import a public class of this package when it is first used, so that `engine serve --help` loads no PyTorch.
+
+    Python calls this function for names that the module does not define (PEP 562).
+    """
     if name == "SamplingParams":
         from engine.types import SamplingParams
 
         return SamplingParams
-    if name == "StructuredOutputsParams":  # vLLM's name for it
+    if name == "StructuredOutputsParams":  # the name of this class in vLLM
         from prompts.schemas import StructuredOutputs
 
         return StructuredOutputs

@@ -1,7 +1,7 @@
 """The requests that wait, that run, or that have ended while a step with them is in flight.
 
 A request that ends while a step with it is in flight keeps its blocks, which other requests of the step may share,
-until the last of these steps is applied. Refuses to know budgets, and which request runs next.
+until the last of these steps is applied.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from engine.types import Sequence, SequenceOutput, StepResult
 
 @dataclass(slots=True)
 class SchedulerTotals:
-    """Counts what the scheduler has done since the start."""
+    """Totals of the scheduler's work since the engine started, for its metrics."""
 
     preemptions: int = 0
+    prompt_tokens: int = 0
+    """Tokens of all prompts that were admitted."""
     prefix_hit_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache, so that they were not computed."""
     host_hit_tokens: int = 0
     """Tokens of `prefix_hit_tokens` that came from host memory."""
-    prompt_tokens: int = 0
-    """Tokens of all prompts that were admitted. All of them were looked up in the cache."""
     generated_tokens: int = 0
     finished_requests: int = 0
 
     def add_prompt(self, seq: Sequence) -> None:
-        """Count a prompt that was admitted for the first time."""
+        """Count the prompt of a request that starts to run for the first time."""
         self.prefix_hit_tokens += seq.cached_tokens
         self.host_hit_tokens += seq.host_tokens
         self.prompt_tokens += seq.prompt_len
@@ -86,7 +87,7 @@ class ActiveRequests:
         self._totals.preemptions += 1
         self._waiting.add(entry)
 
-    def take(self, request_id: str) -> RequestEntry | None:
+    def pop(self, request_id: str) -> RequestEntry | None:
         """Remove a request from the requests by id, because it ends, and return it; None if there is none."""
         return self._entry_by_id.pop(request_id, None)
 
@@ -106,15 +107,16 @@ class ActiveRequests:
             self._waiting.remove(entry)
         self._cache.discard_keys(entry.seq)
 
-    def take_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
+    def pop_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Remove a request from the requests by id, and return its last output, an error."""
         del self._entry_by_id[entry.request_id]
         return SequenceOutput.from_error(entry.request_id, message, is_client_error=is_client_error)
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
-        """Append the tokens that a computed step sampled to their requests, and end the requests that are finished.
+        """Append the tokens that a forward step sampled to their requests, and end the requests that are finished.
 
-        Returns an output for each chunk that was to sample a token: the token or an error, in the order of the chunks.
+        The step computed one chunk of tokens for each of its requests. Returns the outputs for clients, a token or an
+        error, of the requests that were to sample a token: a prompt samples only at its end.
         """
         outputs: list[SequenceOutput] = []
         for index, (entry, chunk, token_id) in enumerate(zip(step.entries, step.plan.chunks, result.sampled_tokens)):
@@ -127,7 +129,7 @@ class ActiveRequests:
                 continue
             if index in result.failure_by_chunk:
                 self.remove_after_steps(entry)
-                output = self.take_with_error(entry, result.failure_by_chunk[index], is_client_error=True)
+                output = self.pop_with_error(entry, result.failure_by_chunk[index], is_client_error=True)
             else:
                 assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
                 output = self._append_token(entry, token_id)
@@ -146,7 +148,7 @@ class ActiveRequests:
         may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
         if may_end and entry.set_finish_reason(token_id, output):
             self.remove_after_steps(entry)
-            self.take(entry.request_id)
+            self.pop(entry.request_id)
             self._totals.finished_requests += 1
         return output
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
 from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
@@ -33,7 +33,7 @@ log = logging.getLogger("engine")
 
 @dataclass(slots=True)
 class AssembledEngine:
-    """An engine that is ready to step, with the parts that must be closed after it."""
+    """An engine that is ready to serve requests, with the parts that must be closed when it stops."""
 
     core: EngineCore
     info: CoreInfo
@@ -42,7 +42,7 @@ class AssembledEngine:
     grammars: GrammarCompiler | None
 
     def close(self) -> None:
-        """End transfers, send the last events, close the publisher's sockets, and end the executor. Idempotent."""
+        """Stop all parts and close their sockets. The last KV cache events are sent first. May be called twice."""
         self.core.transfers.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -64,17 +64,18 @@ def locate_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> AssembledEngine:
-    """Load the model, or a simulation, and build the engine. `tokenizer`: the model's; None: load it.
+    """Load the model, or a simulation of one, and build the engine around it.
 
-    Raises ConfigError, ModelError, TokenizerError (all ValueErrors), OSError, MemoryError, and RunnerLostError if
-    another rank ends.
+    `tokenizer`: the model's, if the caller has loaded it. Raises ConfigError, ModelError, TokenizerError (all
+    ValueErrors), OSError, MemoryError, and RunnerLostError if another rank ends.
     """
-    name, folder = locate_model_files(config)
+    model_name, folder = locate_model_files(config)
     if config.simulate is None:
         _check_model_config(folder)
     if tokenizer is None:
         tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     executor = _load_executor(config, folder)
+    eos_token_ids = tuple(tokenizer.eos_token_ids)
     with ExitStack() as close_on_error:
         close_on_error.callback(executor.model.close)
         grammars = None
@@ -82,13 +83,13 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         if no_constraint_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
             close_on_error.callback(grammars.close)
-        scheduler = _make_scheduler(config, executor, frozenset(tokenizer.eos_token_ids))
-        runner = executor.model.make_runner(tuple(tokenizer.eos_token_ids), grammars)
+        scheduler = _make_scheduler(config, executor, frozenset(eos_token_ids))
+        runner = executor.model.make_runner(eos_token_ids, grammars)
         transfers = _start_transfers(config, folder, scheduler.cache, executor)
         if transfers is not None:
             close_on_error.callback(transfers.close)
-        publisher = _make_publisher(config, name, executor.cache_spec)
-        close_on_error.pop_all()  # from here on `AssembledEngine` closes the parts
+        publisher = _make_publisher(config, model_name, executor.cache_spec)
+        close_on_error.pop_all()  # no error: `AssembledEngine` closes the parts from now on
     core = EngineCore(
         scheduler,
         runner,
@@ -99,7 +100,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         model=executor.model,
     )
     info = msgspec.structs.replace(
-        _describe_model(config, name, folder, executor, scheduler),
+        _describe_model(config, model_name, folder, executor, scheduler),
         event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
         no_constraint_reason=no_constraint_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
@@ -134,12 +135,12 @@ def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> E
 
 
 def _describe_model(
-    config: EngineConfig, name: str, folder: Path, executor: Executor, scheduler: Scheduler
+    config: EngineConfig, model_name: str, folder: Path, executor: Executor, scheduler: Scheduler
 ) -> CoreInfo:
-    """Return the facts about the loaded model, its cache and its steps."""
-    blocks_per_unit = executor.cache_spec.blocks_per_unit(0)
+    """Return the facts about the loaded model, its KV cache and its limits that the API server needs."""
+    blocks_per_unit = executor.cache_spec.blocks_per_unit(FULL_KIND)
     return CoreInfo(
-        model_name=name,
+        model_name=model_name,
         model_path=str(folder),
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
@@ -160,7 +161,7 @@ def _describe_model(
 
 
 def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: frozenset[int]) -> Scheduler:
-    """Make the scheduler and its cache, of the sizes that were found when the model was loaded."""
+    """Make the scheduler and its KV cache, with the sizes that loading the model left room for."""
     cache = KVCache(
         executor.cache_spec,
         executor.unit_count,
@@ -170,7 +171,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         host_unit_count=executor.host_unit_count,
     )
     scheduler_config = SchedulerConfig(
-        max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),  # each sequence needs a token of a step
+        max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),  # a step computes a token of every sequence
         max_num_batched_tokens=executor.step_tokens_max,
         max_model_len=executor.max_model_len,
         eos_token_ids=eos_token_ids,
@@ -178,20 +179,25 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         prefill_order=config.prefill_order,
     )
     scheduler = Scheduler(scheduler_config, cache)
-    if config.max_model_len is not None and scheduler.token_limit < config.max_model_len:
+    _warn_of_low_limit(config, scheduler.token_limit)
+    return scheduler
+
+
+def _warn_of_low_limit(config: EngineConfig, token_limit: int) -> None:
+    """Log settings that cannot take effect, because a sequence may have no more than `token_limit` tokens."""
+    if config.max_model_len is not None and token_limit < config.max_model_len:
         log.warning(
             "--max-model-len %d: the cache holds %d tokens of one sequence, and longer prompts are refused; give the "
             "cache more memory (--kv-cache-memory-bytes)",
             config.max_model_len,
-            scheduler.token_limit,
+            token_limit,
         )
-    if config.enable_prefix_caching and config.block_size >= scheduler.token_limit:
+    if config.enable_prefix_caching and config.block_size >= token_limit:
         log.warning(
             "--block-size %d: sequences of at most %d tokens fill no block, so no prompt is cached",
             config.block_size,
-            scheduler.token_limit,
+            token_limit,
         )
-    return scheduler
 
 
 def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executor: Executor) -> KVTransfers | None:

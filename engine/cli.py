@@ -55,9 +55,10 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
 )
 def serve_command(dry_run: bool, **parameters: Any) -> None:
-    """Serve a model until a signal comes; with `dry_run` only print the cache's layout, or what would be simulated.
+    """Serve a model until a signal ends the program.
 
-    `parameters`: the values of the flags, and MODEL. Mistakes in them end the program before the model loads.
+    `dry_run`: instead, print how the KV cache would be laid out, or what would be simulated. `parameters`: the values
+    of all other flags, and MODEL. A mistake in them ends the program before the model is loaded.
     """
     config = parse_config(parameters)
     _check_packages(config.engine)
@@ -100,17 +101,18 @@ def parse_config(parameters: dict[str, Any]) -> ServeConfig:
 
 
 def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
-    """Return the configuration, with the defaults of transfers and events that follow from the server's --host.
+    """Return the configuration, with the defaults of KV transfers and KV events that follow from the server's --host.
 
-    Transfers get the host as their address unless they have one. Events are on, at that host, unless the user has set
-    any of their settings. Raises UsageError if transfers are on without the fleet's key.
+    Transfers listen on the host unless they have an address of their own. Events are on, at that host, unless the user
+    has set any of their settings. Raises UsageError if transfers are on, and the key that all engines share is missing.
     """
     config: ServeConfig = loaded_config.config
     engine_config, host = config.engine, config.server.host
     _check_transfer_key(engine_config)
     if not engine_config.kv_transfer.host:
-        engine_config = replace(engine_config, kv_transfer=replace(engine_config.kv_transfer, host=host))
-    has_event_settings = any(path.startswith("kv_events") for path in loaded_config.origin_by_path)
+        transfer_config = replace(engine_config.kv_transfer, host=host)
+        engine_config = replace(engine_config, kv_transfer=transfer_config)
+    has_event_settings = any(setting.startswith("kv_events") for setting in loaded_config.origin_by_path)
     if not has_event_settings:
         engine_config = replace(engine_config, kv_events=make_default_kv_events(host))
     return replace(config, engine=engine_config)
@@ -130,26 +132,27 @@ cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:
-    """Return vLLM's `serve MODEL --served-model-name A B` as `serve MODEL --served-model-name A --served-model-name B`.
+    """Return the arguments of a command line, with the flag --served-model-name repeated before each of its names.
 
-    Click takes one value after a flag. Arguments are left as they are unless MODEL comes right after `serve`, because
-    else a word after the first name may be MODEL.
+    vLLM takes `serve MODEL --served-model-name A B`, but Click takes one value after a flag. Without MODEL right after
+    `serve`, the arguments are left as they are, because B might be MODEL.
     """
     args = list(args)
     has_model_first = len(args) > 1 and not args[1].startswith("-")
     if args[:1] != ["serve"] or not has_model_first:
         return args
     expanded_args: list[str] = []
-    names_follow = False
-    for word in args:
-        if word.startswith("-"):
-            names_follow = word == "--served-model-name"
-            if not names_follow:
-                expanded_args.append(word)
-        elif names_follow:
-            expanded_args += ["--served-model-name", word]
+    is_name = False
+    for arg in args:
+        if arg == "--served-model-name":
+            is_name = True  # each argument up to the next flag
+        elif arg.startswith("-"):
+            is_name = False
+            expanded_args.append(arg)
+        elif is_name:
+            expanded_args += ["--served-model-name", arg]
         else:
-            expanded_args.append(word)
+            expanded_args.append(arg)
     return expanded_args
 
 

@@ -43,7 +43,10 @@ DEFAULT_STEP_TOKENS = 2048
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """How this engine exchanges cached blocks with peers (docs/concepts/moving-kv.md)."""
+    """Settings of how this engine exchanges blocks of its KV cache with other engines, its peers.
+
+    Each setting has its type, its command line flag and its help text. A fleet is all engines that share one key.
+    """
 
     port: Annotated[Port | None, Flag("--kv-transfer", metavar="PORT"),
         "Give cached blocks to peers on this port, and take theirs. [default: off]",
@@ -143,7 +146,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of the process that serves HTTP."""
+    """Settings of the process that serves HTTP, each with its type, its command line flag and its help text."""
 
     host: Annotated[str, Flag(metavar="HOST"), "Address to listen on, for the API and events."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8000

@@ -1,11 +1,9 @@
 """The engine: requests in, one step at a time, outputs and cache events out.
 
 Start reading here. In each step the scheduler makes a plan, the runner computes it, and the scheduler applies the
-result. Then the events of the cache are published: the blocks of a step are announced after the step is computed, and
-before its tokens are returned. A copy to host memory is announced when it is planned, because every later step finds
-the block there. A failed step ends its requests and empties the cache. If steps overlap, the next step is planned and
-begun while this step is computed. One thread drives the core, which knows no sockets and no clock (`now` is an
-argument). The step loop calls `publish`, which must not block.
+result. Then the events of the cache are published, before the tokens of the step are returned. A failed step ends its
+requests and empties the cache. If steps overlap, the next step is planned and begun while this step is computed. One
+thread drives the core, which knows no sockets and no clock (`now` is an argument).
 """
 
 from __future__ import annotations
@@ -57,14 +55,17 @@ class Runner(Protocol):
 
 
 class Model(Protocol):
-    """Interface of a model, real or simulated. `sleep`, `wake` and `reload` are called only while no step runs."""
+    """Interface of a loaded model, real or simulated. `sleep`, `wake` and `reload` are called only while no step runs.
+
+    A step is one forward pass over a batch of requests.
+    """
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        """Make the runner. Called once. `eos_token_ids` end an answer; `grammars` constrain answers."""
+        """Make the runner, which computes steps. Called once. `eos_token_ids`: tokens that end an answer."""
         ...
 
     def get_block_memory(self) -> BlockMemory | None:
-        """Return access to the contents of the cache's blocks, for transfers; None if the model has no transfers.
+        """Return access to the contents of KV cache blocks, to move them between engines; None if that is off.
 
         Called after `make_runner`.
         """
@@ -78,7 +79,7 @@ class Model(Protocol):
         ...
 
     def get_simulation_lag(self) -> SimulationLag | None:
-        """Return the lag of simulated steps; None if steps are real."""
+        """Return how late simulated steps end; None if steps are real."""
 
     def close(self) -> None:
         """End the processes and threads that compute steps. Idempotent."""
@@ -104,12 +105,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
-    """A loaded model, and the sizes of its cache and of its steps."""
+    """A loaded model, and the sizes of its KV cache and of its forward steps."""
 
     model: Model
     cache_spec: CacheSpec
     unit_count: int
-    """Units of the cache on the device. A unit is memory for one or more blocks."""
+    """Units of KV cache memory on the device. A unit holds one or more blocks."""
     max_model_len: int
     vocab_size: int
     dtype: str
@@ -119,9 +120,9 @@ class Executor:
     overlaps_steps: bool = False
     """Whether a step is planned while the one before is computed."""
     host_unit_count: int = 0
-    """Units of the cache in host memory."""
+    """Units of KV cache memory on the host, to which evicted blocks move."""
     target_prefill_tokens: int | None = None
-    """A step with so many prompt tokens admits no further request; None: as many as the step has room for."""
+    """Prompt tokens of a step after which it starts no further request; None: as many as the step has room for."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
     simulated_link: SimulatedLink | None = None
@@ -140,7 +141,10 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of the engine: present values, such as `running_requests`, and totals since the start."""
+    """Statistics of the engine for its metrics: present values, such as `running_requests`, and totals since the start.
+
+    Host memory is a second tier of the KV cache, for blocks that were evicted from the device.
+    """
 
     running_requests: int
     waiting_requests: int
@@ -183,6 +187,10 @@ class _PreparingRequest(NamedTuple):
     def is_prepared(self) -> bool:
         return all(future.done() for future in self.futures)
 
+    def find_error(self) -> BaseException | None:
+        errors = (future.exception() for future in self.futures)
+        return next((error for error in errors if error is not None), None)
+
 
 class _StepInFlight(NamedTuple):
     """A step that the runner has begun to compute."""
@@ -208,15 +216,12 @@ class EngineCore:
     ) -> None:
         """Make a core without requests.
 
-        `publish`: publishes the events of each step. `overlaps_steps`: plan a step while the one before is computed.
-        `grammars`: without it, requests with a constraint are refused. `transfers`: moves blocks from and to peers;
-        None: there are no peers. `model`: needed to sleep and to change weights.
+        `runner` computes the steps that the `scheduler` plans. `publish`: publishes the KV cache events of each step.
+        `overlaps_steps`: plan a step while the one before is computed. `grammars`: without it, requests for answers
+        that match a grammar are refused. `transfers`: moves blocks from and to other engines ("peers"); None: there are
+        none. `model`: needed to sleep and to change weights.
         """
         self.scheduler = scheduler
-        self._submit_step = runner.submit
-        self._steps_in_flight_max = 2 if overlaps_steps else 1
-        self._steps_in_flight: deque[_StepInFlight] = deque()
-        """Steps that are begun, and not applied yet, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
         self.transfers = Transfers() if transfers is None else transfers
@@ -226,6 +231,12 @@ class EngineCore:
         self._preparing_requests: dict[str, _PreparingRequest] = {}
         """Requests that wait for their grammar or for blocks of a peer, by request id."""
         self._on_work: Callable[[], None] = lambda: None
+        """Called when a request is prepared, so that it can be queued."""
+
+        self._submit_step = runner.submit
+        self._steps_in_flight_max = 2 if overlaps_steps else 1
+        self._steps_in_flight: deque[_StepInFlight] = deque()
+        """Steps that the runner computes, oldest first."""
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
@@ -247,24 +258,28 @@ class EngineCore:
         self.transfers.watch(on_work)
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request: at once, or after its grammar is compiled and blocks of its prompt are pulled from a peer.
+        """Queue a request once its grammar is compiled and blocks of its prompt are pulled from a peer, if it has any.
 
         Steps with other requests run meanwhile. Raises RequestRefusedError if the request can never be served.
         """
-        grammar_future = None
-        constraint = request.params.constraint
-        if constraint is not None:
-            if self._grammars is None:
-                raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
-            grammar_future = self._grammars.start_compiling(constraint.lark_grammar)
+        grammar_future = self._start_compiling(request)
         pull_future = self.transfers.start_pull(request)
         futures = [future for future in (grammar_future, pull_future) if future is not None]
-        if futures:
-            self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
-            for future in futures:
-                future.add_done_callback(lambda _: self._on_work())
-        else:
+        if not futures:
             self.scheduler.add(request, now)
+            return
+        self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
+        for future in futures:
+            future.add_done_callback(lambda _: self._on_work())
+
+    def _start_compiling(self, request: Request) -> Future[Any] | None:
+        """Start to compile the grammar that a request's answer must match; None if there is no need."""
+        constraint = request.params.constraint
+        if constraint is None:
+            return None
+        if self._grammars is None:
+            raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
+        return self._grammars.start_compiling(constraint.lark_grammar)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
@@ -281,10 +296,10 @@ class EngineCore:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> list[SequenceOutput]:
-        """Plan and begin one step, finish at most one, and publish the events. Returns the outputs of finished steps.
+        """Begin one step (a forward pass over a batch), finish at most one, and return the outputs for clients.
 
         If steps overlap, the first call begins step 1, the second begins step 2 and finishes step 1, and so on. If
-        nothing can be planned, the oldest step in flight is finished. Raises RunnerLostError.
+        no step can be planned, the oldest step in flight is finished. Raises RunnerLostError.
         """
         outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
         if self._preparing_requests:
@@ -301,9 +316,9 @@ class EngineCore:
         return outputs
 
     def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
-        """Finish the steps in flight, then copy blocks that came from peers, or that peers want. Returns outputs.
+        """Copy KV cache blocks that came from other engines, or that these want, after finishing the steps in flight.
 
-        If that fails, the cache is emptied, and what runs is computed again. No request ends.
+        Returns the outputs of these steps. If the copies fail, the cache is emptied, and running requests start again.
         """
         outputs: list[SequenceOutput] = []
         while self._steps_in_flight:
@@ -334,16 +349,19 @@ class EngineCore:
         return [output for output in outputs if output is not None]
 
     def _queue_prepared(self, request_id: str) -> SequenceOutput | None:
-        """Queue a prepared request; if it cannot be served, return its last output instead."""
-        request, arrival_s, futures = self._preparing_requests.pop(request_id)
+        """Pass a request to the scheduler, after its grammar was compiled and its blocks came from a peer.
+
+        If one of these failed, or the scheduler refuses the request, returns an output with the error instead.
+        """
+        preparing_request = self._preparing_requests.pop(request_id)
         self.transfers.stop_waiting(request_id)
-        error = next((error for future in futures if (error := future.exception()) is not None), None)
-        try:
-            if error is None:
-                self.scheduler.add(request, arrival_s)
+        error = preparing_request.find_error()
+        if error is None:
+            try:
+                self.scheduler.add(preparing_request.request, preparing_request.arrival_s)
                 return None
-        except ValueError as refusal:
-            error = refusal
+            except ValueError as refusal:
+                error = refusal
         if isinstance(error, ValueError):
             return SequenceOutput.from_error(request_id, str(error), is_client_error=True)
         log.error("a request could not be prepared", exc_info=error)  # such as a panic of llguidance, no Exception
@@ -446,8 +464,9 @@ class EngineCore:
         self.transfers.change_weights(path)
 
     def stats(self) -> EngineStats:
-        """Return the present values, and totals since the start."""
-        cache, totals = self.scheduler.cache, self.scheduler.totals
+        """Return the engine's statistics, which its metrics show."""
+        cache = self.scheduler.cache
+        totals = self.scheduler.totals
         host = cache.host_tier.measure_usage()
         return EngineStats(
             running_requests=self.scheduler.running_count,

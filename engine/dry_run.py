@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.config import EngineConfig
 from engine.execution.device_pool import compute_unit_stride
 from engine.execution.sizing import count_units, resolve_device
@@ -12,16 +12,20 @@ from engine.models.loader import resolve_dtype
 
 
 def describe_cache(config: EngineConfig) -> str:
-    """Return a few lines of text about the cache's units and groups. Raises ConfigError or ModelError."""
+    """Return the text of `--dry-run`: how the model's KV cache would be laid out in memory.
+
+    No weights are read. Raises ConfigError or ModelError.
+    """
     name, folder = resolve_model(config.model)
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)
     model = build_model(hf_config, Shard(0, config.tensor_parallel_size))
     spec = model.make_cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
-    units = count_units(config, spec, device)
-    tokens = units * spec.blocks_per_unit(0) * spec.block_size
+    unit_count = count_units(config, spec, device)
+    unit_bytes = compute_unit_stride(spec)
+    token_count = unit_count * spec.blocks_per_unit(FULL_KIND) * spec.block_size
     lines = [
-        f"{name}: {units:,} units of {compute_unit_stride(spec):,} bytes on {device}, up to {tokens:,} tokens of KV",
+        f"{name}: {unit_count:,} units of {unit_bytes:,} bytes on {device}, up to {token_count:,} tokens of KV",
         *_describe_groups(spec),
         f"  padding: at most {spec.padding_share:.2%} of a unit",
     ]

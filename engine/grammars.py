@@ -1,9 +1,8 @@
 """Compiles the grammars of constrained answers, with llguidance: outside of steps, bounded and cached.
 
-A client's grammar is a program. It may be too large, too slow, or crash its compiler. So `check_grammar` runs first, in
-a process that may die (`engine.http.body_workers`): it compiles the grammar and draws some tokens from it. A grammar
-that passes is compiled again in the core, on a thread, by `GrammarCompiler`. Each mask has limits, too: a matcher that
-exceeds one fails for good, with an error for its request. Imports no torch.
+A client's grammar may be too large, too slow, or crash its compiler. So `check_grammar` runs first, in a process that
+may die (`engine.http.body_workers`). A grammar that passes is compiled again in the core, on a thread, by
+`GrammarCompiler`. Each mask has limits, too: a matcher that exceeds one fails for good, with an error for its request.
 """
 
 from __future__ import annotations
@@ -63,23 +62,26 @@ class GrammarError(ValueError):
 
 
 class GrammarVocabulary:
-    """A model's vocabulary in the compiler's form. A large one takes seconds to make, and tens of megabytes."""
+    """A model's vocabulary as the library llguidance needs it to compile grammars, which constrain answers.
+
+    A large vocabulary takes seconds to convert, and tens of megabytes.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Convert a tokenizer's vocabulary. `vocab_size`: number of logits, which may be more than there are tokens."""
         from llguidance import LLParserLimits, LLTokenizer
 
         self.token_count = max(vocab_size, tokenizer.vocab_size)
-        """Number of bits of a mask."""
+        """Number of bits in a mask of allowed tokens."""
         self.added_tokens = read_added_tokens(tokenizer)
         self.end_token_ids = [token for token in tokenizer.eos_token_ids if token < self.token_count]
         self.ll_tokenizer: LLTokenizer = LLTokenizer(
             tokenizer.hf_tokenizer.to_str(),
             n_vocab=self.token_count,
             eos_token=self.end_token_ids,
-            slices=LLTokenizer.json_slices(),  # masks for JSON are three times as fast as with the default slices
+            slices=LLTokenizer.json_slices(),  # makes masks for JSON faster
         )
-        # A half to a fifth of llguidance's defaults, because a client's grammar must not stop the steps of others.
+        # Below llguidance's defaults, because a client's grammar must not delay the requests of others.
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000,
             step_lexer_fuel=50_000,
@@ -101,9 +103,11 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars on a thread, and caches the matchers of recent ones. One for each core; must be closed.
+    """Compiles the grammars that answers must match on a thread, and caches the results. Must be closed.
 
-    A request waits for `start_compiling` before it is scheduled. Its first step then copies the cached matcher.
+    A grammar is text in Lark's format. It is compiled to a matcher, which reads the tokens of an answer and tells which
+    tokens may come next. A request waits for `start_compiling` before it is scheduled, and then gets a copy of the
+    cached matcher.
     """
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
@@ -112,7 +116,7 @@ class GrammarCompiler:
         self._lock = Lock()
         self._load_vocabulary = load
         self._future_by_grammar: dict[str, Future[LLMatcher]] = {}
-        """Compilations that have not ended, or ended lately."""
+        """Compilations that have not ended, or ended only now."""
         self._matcher_by_grammar: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers of recent grammars, the least recently used first."""
 
@@ -128,7 +132,8 @@ class GrammarCompiler:
         future = self._future_by_grammar.get(lark)
         if future is None or future.done():
             self._future_by_grammar = {text: f for text, f in self._future_by_grammar.items() if not f.done()}
-            future = self._future_by_grammar[lark] = self._compile_executor.submit(self._compile, lark)
+            future = self._compile_executor.submit(self._compile, lark)
+            self._future_by_grammar[lark] = future
         return future
 
     def make_matcher(self, lark: str) -> LLMatcher:
@@ -149,18 +154,18 @@ class GrammarCompiler:
         matcher = self.vocabulary.compile(lark)
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
-            grammars = self._matcher_by_grammar
-            grammars[lark] = matcher
-            while len(grammars) > GRAMMARS_MAX or (len(grammars) > 1 and sum(map(len, grammars)) > GRAMMAR_CHARS_MAX):
-                grammars.popitem(last=False)
+            matchers = self._matcher_by_grammar
+            matchers[lark] = matcher
+            while len(matchers) > GRAMMARS_MAX or (len(matchers) > 1 and sum(map(len, matchers)) > GRAMMAR_CHARS_MAX):
+                matchers.popitem(last=False)
         return matcher
 
 
 def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
-    """Check a grammar in Lark or GBNF by drawing an answer from it, and return it in Lark.
+    """Check a client's grammar, in Lark or GBNF, by drawing a random answer from it, and return the grammar in Lark.
 
-    The compiler may crash on a hostile grammar, or take long: call this in a process that may die. Raises GrammarError
-    if the grammar cannot be used.
+    Raises GrammarError if the grammar cannot be used, or takes too long. The compiler may crash on a hostile grammar,
+    so this runs in a process of its own.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 

@@ -76,7 +76,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class _PromptJob:
-    """A prompt while it is answered: its requests, one for each sample, and what they have produced so far."""
+    """A prompt while it is answered, with its requests, one for each of the `n` samples that the caller wants."""
 
     text: str | None
     """Text of the prompt; None if the caller gave token ids."""
@@ -87,6 +87,7 @@ class _PromptJob:
     request_id: str = ""
     requests: list[Request] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    """Answers to the requests so far, in the same order."""
 
     @property
     def is_done(self) -> bool:
@@ -104,7 +105,7 @@ class LLM:
         kv_events_config: Mapping[str, Any] | KVEventsConfig | None = None,
         **settings: Any,
     ) -> None:
-        """Load a model. `settings`: fields of EngineConfig (dtype, device, max_model_len, max_num_seqs, seed ...).
+        """Load a model. `settings`: fields of EngineConfig, such as dtype, device, max_model_len and seed.
 
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
@@ -156,12 +157,12 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt, and return the results in the prompts' order.
+        """Generate text after every prompt, and return the results in the prompts' order.
 
-        `sampling_params`: one for all prompts, or one for each. Raises RequestError, naming the prompt or parameter,
-        before anything is computed.
+        `sampling_params`: one for all prompts, or one for each. `use_tqdm`: whether to show a progress bar. `priority`:
+        one number for each prompt; lower runs first. Raises RequestError before anything is computed.
         """
-        jobs = [self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))]
+        jobs = [self._encode_prompt(prompt, index) for index, prompt in enumerate(_make_prompt_list(prompts))]
         params = self._check_params_of_prompts(sampling_params, len(jobs))
         if priority is not None:
             for job, job_priority in zip(jobs, _check_priorities(priority, len(jobs))):
@@ -180,15 +181,16 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        """Answer one conversation (a list of messages) or several (a list of such lists).
+
+        The chat template turns a conversation into a prompt. The parameters have the names and defaults of vLLM.
+        """
         is_one_conversation = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: list[list[dict[str, Any]]] = [
-            list(conversation) for conversation in ([messages] if is_one_conversation else messages)
-        ]
+        conversations = [messages] if is_one_conversation else messages
         jobs: list[_PromptJob] = []
         for conversation in conversations:
             request = ChatRequest(
-                messages=conversation,
+                messages=list(conversation),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -197,7 +199,8 @@ class LLM:
             )
             text = self._tokenizer.render_chat_text(request)
             jobs.append(_PromptJob(text, self._tokenizer.encode(text, add_special_tokens=False)))
-        return self._run(jobs, self._check_params_of_prompts(sampling_params, len(jobs)), use_tqdm)
+        params = self._check_params_of_prompts(sampling_params, len(jobs))
+        return self._run(jobs, params, use_tqdm)
 
     def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _PromptJob:
         """Return a prompt in any form as token ids. Raises RequestError."""
@@ -241,11 +244,14 @@ class LLM:
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(self, jobs: list[_PromptJob], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Compute the answers to all prompts, and return them in the prompts' order."""
+        """Run the engine until all prompts are answered, and return the results in the prompts' order.
+
+        `params`: sampling parameters of each prompt. Each of its `n` samples is a request of its own.
+        """
         for prompt_index, (job, prompt_params) in enumerate(zip(jobs, params)):
             self._make_requests(job, prompt_params, prompt_index)
-        job_and_sample_by_id = {
-            request.request_id: (job, sample) for job in jobs for sample, request in enumerate(job.requests)
+        job_and_choice_by_id = {
+            request.request_id: (job, choice) for job in jobs for request, choice in zip(job.requests, job.choices)
         }
         progress = _ProgressBar(len(jobs), is_shown=use_tqdm)
         try:
@@ -254,17 +260,18 @@ class LLM:
                     self._core.add(request, time.monotonic())
             while self._core.has_work:
                 for output in self._core.step(time.monotonic()):
-                    self._take_output(output, *job_and_sample_by_id[output.request_id], progress)
+                    job, choice = job_and_choice_by_id[output.request_id]
+                    self._add_output(output, job, choice, progress)
         finally:
             progress.close()
-            self._core.abort(list(job_and_sample_by_id))  # after an exception or Ctrl-C, requests still run
+            self._core.abort(list(job_and_choice_by_id))  # after an exception or Ctrl-C, requests still run
         return [self._make_output(job) for job in jobs]
 
-    def _take_output(self, output: SequenceOutput, job: _PromptJob, sample: int, progress: _ProgressBar) -> None:
-        """Add the output of a step to a sample of a job. Raises RuntimeError if the request has failed."""
+    def _add_output(self, output: SequenceOutput, job: _PromptJob, choice: Choice, progress: _ProgressBar) -> None:
+        """Add the output of a step to one answer of a prompt. Raises RuntimeError if the request has failed."""
         if output.error is not None:
             raise RuntimeError(f"{output.request_id}: {output.error}")
-        choice_delta = job.choices[sample].push(output)
+        choice_delta = choice.push(output)
         if choice_delta.should_abort:
             self._core.abort([output.request_id])
         progress.count_tokens(len(choice_delta.token_ids))
@@ -272,7 +279,7 @@ class LLM:
             progress.count_prompt(job)
 
     def _make_requests(self, job: _PromptJob, params: SamplingParams, prompt_index: int) -> None:
-        """Make the requests of a prompt, one for each sample. Raises RequestError."""
+        """Make the engine's requests for a prompt, one for each of the `n` samples. Raises RequestError."""
         check_prompt(job.token_ids, self._limits, f"prompts[{prompt_index}]")
         job.request_id = str(next(self._request_numbers))
         request = Request(
@@ -284,17 +291,18 @@ class LLM:
         )
         job.requests = make_sample_requests(request, job.request_id, 0)
         job.choices = [
-            Choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
-            for i, request in enumerate(job.requests)
+            Choice(index, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
+            for index, request in enumerate(job.requests)
         ]
 
     def _make_output(self, job: _PromptJob) -> RequestOutput:
-        """Return the results of a job that is done."""
+        """Return the result for a prompt whose answers are complete, in the form that vLLM's users know."""
         first_choice = job.choices[0]
-        prompt_logprobs = None
+        prompt_logprobs: list[Logprobs | None] | None = None
         if first_choice.prompt_logprobs is not None:
             prompt_logprobs = [
-                None if entry is None else self._convert_logprobs(entry) for entry in first_choice.prompt_logprobs
+                None if position is None else self._convert_logprobs(position)
+                for position in first_choice.prompt_logprobs
             ]
         return RequestOutput(
             request_id=job.request_id,
@@ -306,11 +314,12 @@ class LLM:
         )
 
     def _make_completion(self, choice: Choice) -> CompletionOutput:
-        """Return the result of one sample."""
-        logprobs = cumulative_logprob = None
+        """Return one of the answers to a prompt, in the form that vLLM's users know."""
+        logprobs = None
+        cumulative_logprob = None
         if choice.params.logprobs is not None:
-            logprobs = [self._convert_logprobs(entry) for entry in choice.logprobs]
-            cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
+            logprobs = [self._convert_logprobs(position) for position in choice.logprobs]
+            cumulative_logprob = sum(position.logprob for position in choice.logprobs)
         return CompletionOutput(
             index=choice.index,
             text=choice.text,
@@ -336,12 +345,13 @@ class LLM:
 class _ProgressBar:
     """Progress bar that looks like vLLM's: finished prompts, and tokens per second of input and output so far.
 
-    The input counts when its prompt is finished, so the speeds are right at the end only.
+    A prompt's tokens count when its answers are complete, so the input speed is right only at the end.
     """
 
     def __init__(self, prompt_count: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
-        self._input_tokens = self._output_tokens = 0
+        self._input_tokens = 0
+        self._output_tokens = 0
         self._bar: Any = None
         if is_shown:
             from tqdm import tqdm
@@ -369,7 +379,7 @@ class _ProgressBar:
 def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
-    """Return the engine's configuration from the arguments of `LLM`. A setting that is None has its default.
+    """Return the engine's configuration from the arguments of the class `LLM`. A setting of None means its default.
 
     Raises TypeError for unknown settings, and ConfigError for wrong values.
     """
@@ -386,8 +396,8 @@ def _make_config(
     elif isinstance(kv_events, KVEventsConfig):
         events_config = kv_events
     else:
-        # The parser takes the JSON text of --kv-events-config, and checks the mapping of `LLM` by the same code.
-        events_config = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
+        json_text = msgspec.json.encode(kv_events).decode()
+        events_config = KVEventsConfig.parse(json_text)  # which checks the JSON of --kv-events-config, too
     config_table = {name: value for name, value in settings.items() if value is not None}
     config: EngineConfig = load_config(Schema(EngineConfig, "engine"), table=config_table).config
     return replace(config, model=model, kv_events=events_config)

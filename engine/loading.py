@@ -52,36 +52,38 @@ def resolve_model(model: str | None) -> ModelFiles:
 
 
 def load_executor(config: EngineConfig, folder: Path) -> Executor:
-    """Load the model of a checkpoint's folder, on all ranks, and size its cache.
+    """Load the model from a checkpoint's folder, on all tensor-parallel ranks, and choose the size of its KV cache.
 
     Raises ConfigError and ModelError (ValueErrors), MemoryError, and RunnerLostError if another rank ends.
     """
     if config.tensor_parallel_size == 1:
-        return _load_rank(config, folder, None)
+        return _load_first_rank(config, folder, None)
     from engine.parallel.ranks import Leader  # imports torch.distributed
 
-    # A wrong configuration ends here, before any process is started.
+    # Raise the errors of a wrong configuration before any process is started.
     select_rank_device(config, 0)
     build_model(HfConfig.read(folder), Shard(0, config.tensor_parallel_size))
-    leader = Leader(config.tensor_parallel_size)
+    leader = Leader(config.tensor_parallel_size)  # starts the other ranks
     try:
-        return _load_rank(config, folder, leader)
+        return _load_first_rank(config, folder, leader)
     except BaseException:
         leader.close()
         raise
 
 
-def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
-    """Load rank 0's part of the model, and size the cache. The other ranks load their parts meanwhile.
+def _load_first_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
+    """Load rank 0's part of the model, while the other ranks load theirs, and choose the size of the KV cache.
 
     `leader`: connection to the other ranks; None: there is one rank.
     """
     torch.set_num_threads(config.num_threads)
     device = select_rank_device(config, 0)
-    shard = all_reduce_min = None
+    shard = None
+    all_reduce_min = None
     if leader is not None:
         leader.load(config, folder)
-        shard, all_reduce_min = leader.shard, leader.all_reduce_min
+        shard = leader.shard
+        all_reduce_min = leader.all_reduce_min
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     config = replace(config, max_num_batched_tokens=choose_step_tokens(config, model, device))
     rank = resolve_rank_model(config, model, dtype, device)
@@ -89,11 +91,12 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         leader.await_loaded(device)
     host_unit_count = count_host_units(config, rank.spec)
     unit_count = size_cache(config, rank, all_reduce_min)
-    return _make_executor(config, rank, LoadedModel(config, rank, folder, unit_count, leader), host_unit_count)
+    model_on_all_ranks = LoadedModel(config, rank, folder, unit_count, leader)
+    return _make_executor(config, rank, model_on_all_ranks, host_unit_count)
 
 
 def _make_executor(config: EngineConfig, rank: RankModel, model: LoadedModel, host_unit_count: int) -> Executor:
-    """Make the executor of a loaded model. `rank`: the part of rank 0. `host_unit_count`: units of host memory."""
+    """Collect a loaded model and the sizes of its KV cache and its steps. `rank`: the part of the model on rank 0."""
     return Executor(
         model=model,
         cache_spec=rank.spec,
@@ -115,9 +118,10 @@ class LoadedModel:
     def __init__(
         self, config: EngineConfig, rank: RankModel, folder: Path, unit_count: int, leader: Leader | None
     ) -> None:
-        """Hold a model that is loaded already. `rank`: the part of rank 0. `unit_count`: units of its cache.
+        """Hold a model that is loaded already, on one or more tensor-parallel ranks.
 
-        `folder`: folder of the weights. `leader`: connection to the other ranks; None: there is one rank.
+        `rank`: the model's part on rank 0. `folder`: the checkpoint. `unit_count`: units of KV cache memory on each
+        rank. `leader`: connection to the other ranks; None: there is one rank.
         """
         self.unit_count = unit_count
         self._config = config

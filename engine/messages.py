@@ -22,7 +22,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the loaded model and its cache, sent once when the core can serve."""
+    """Facts about the loaded model and its KV cache, which the engine's core sends to the HTTP server at the start."""
 
     model_name: str
     """Name of the model as the user gave it, or of the built-in model."""
@@ -40,7 +40,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Response of /kv_event_sources."""
     prefix_caching: bool = True
     prefill_order: str = "shortest"
-    """Order in which prompts are computed (`engine.prefill_queue`)."""
+    """Order in which prompts are computed."""
     max_num_seqs: int
     """Most sequences in one step."""
     max_num_batched_tokens: int
@@ -48,7 +48,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
     no_constraint_reason: str | None = None
-    """Reason why constrained answers are refused; None: they are served."""
+    """Reason why answers cannot be constrained by a grammar; None: they can."""
     script: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
     kv_transfer_port: int | None = None
@@ -123,21 +123,23 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into the payloads of its frames. It keeps the bytes of an incomplete frame."""
+    """Splits a byte stream into messages. Each has a frame: the length of its payload, then the payload."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        """Received bytes of an incomplete frame."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add received bytes, and yield the payload of each frame that is complete."""
         buffer = self._buffer
         buffer += data
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
+        frame_start = 0
+        while len(buffer) - frame_start >= _LENGTH.size:
+            payload_start = frame_start + _LENGTH.size
+            (payload_size,) = _LENGTH.unpack_from(buffer, frame_start)
+            frame_end = payload_start + payload_size
+            if len(buffer) < frame_end:
                 break
-            yield bytes(buffer[start + _LENGTH.size : end])
-            start = end
-        del buffer[:start]
+            yield bytes(buffer[payload_start:frame_end])
+            frame_start = frame_end
+        del buffer[:frame_start]

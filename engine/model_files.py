@@ -51,10 +51,9 @@ def locate_model(model: str, *, weights: bool = True) -> ModelFiles:
 
 
 def find_local_folder(model: str) -> Path | None:
-    """Return the folder of a checkpoint on this machine; None if the hub must be asked.
+    """Return the folder of a checkpoint on this machine, or in its Hugging Face cache; None if it must be downloaded.
 
-    Looks at files only, so that it takes no time. Raises ConfigError if there is no folder, and the hub cannot be
-    asked.
+    `model`: a folder, or a name on the Hugging Face hub. Raises ConfigError if it can be neither.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -64,17 +63,18 @@ def find_local_folder(model: str) -> Path | None:
             f"MODEL {model!r}: a file; expected the folder of a Hugging Face checkpoint, with config.json, safetensors "
             "and tokenizer.json"
         )
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
-    main = hub / "refs" / "main"
-    if main.is_file():
-        snapshot = hub / "snapshots" / main.read_text().strip()
+    hf_home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache_folder = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub") / f"models--{model.replace('/', '--')}"
+    main_revision = cache_folder / "refs" / "main"
+    if main_revision.is_file():
+        snapshot = cache_folder / "snapshots" / main_revision.read_text().strip()
         if snapshot.is_dir():
             return snapshot
-    if not _HUB_NAME.fullmatch(model) or os.environ.get("HF_HUB_OFFLINE"):
+    can_download = _HUB_NAME.fullmatch(model) and not os.environ.get("HF_HUB_OFFLINE")
+    if not can_download:
         raise ConfigError(
-            f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
-            "config.json and safetensors, or the name of a model on the hub"
+            f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({cache_folder}); expected a folder "
+            "with config.json and safetensors, or the name of a model on the hub"
         )
     return None
 
@@ -93,7 +93,10 @@ def check_model_exists(model: str, *, weights: bool = True) -> None:
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """Fetch a checkpoint into the Hugging Face cache. Raises ConfigError."""
+    """Download a checkpoint from the Hugging Face hub into its cache. Raises ConfigError.
+
+    `patterns`: which files, such as `*.safetensors`.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -102,7 +105,8 @@ def _download(name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors: no network, no such model, no access
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        error_lines = str(error).strip().splitlines()
+        reason = error_lines[0] if error_lines else type(error).__name__
         raise ConfigError(
             f"MODEL {name!r}: no such folder, and not fetched from the Hugging Face hub: {reason} Give the folder of a "
             "checkpoint, or check the name, the network and HF_TOKEN"
@@ -110,7 +114,10 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_default_sampling(folder: Path) -> dict[str, float | int]:
-    """Return the sampling parameters of generation_config.json, under their names in requests. Raises ConfigError."""
+    """Return a model's default sampling parameters, from its generation_config.json, under their names in requests.
+
+    Parameters that this engine does not have are ignored. Raises ConfigError.
+    """
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}
@@ -118,11 +125,14 @@ def read_default_sampling(folder: Path) -> dict[str, float | int]:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(values, dict):
+        return {}
     sampling: dict[str, float | int] = {}
     for name, types in _DEFAULT_SAMPLING.items():
-        value = values.get(name) if isinstance(values, dict) else None
+        value = values.get(name)
         if isinstance(value, types) and not isinstance(value, bool):
-            sampling["max_tokens" if name == "max_new_tokens" else name] = value
+            request_name = "max_tokens" if name == "max_new_tokens" else name
+            sampling[request_name] = value
     try:
         msgspec.convert(sampling, SamplingParams)
     except msgspec.ValidationError as error:

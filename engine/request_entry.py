@@ -37,13 +37,13 @@ class RequestEntry:
     def from_request(
         request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
     ) -> RequestEntry:
-        """Make the entry of a request that arrives at `now`. `arrival_number`: number of requests that came before.
+        """Make the scheduler's entry of a request that arrives at `now`, after `arrival_number` others.
 
         `eos_token_ids`: the model's tokens that end an answer, unless the request ignores them. `token_limit`: tokens
         of the longest possible sequence, prompt and answer together.
         """
         params = request.params
-        # Another worker may have begun the answer. Then its tokens are the end of `token_ids`, and no prompt.
+        # If another worker has begun the answer, the answer's first tokens are at the end of `token_ids`.
         prompt_len = len(request.token_ids) - request.resumed_output_len
         own_eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)

@@ -5,15 +5,10 @@ each), then prefills, started ones and waiting requests, in the order of `engine
 the running sequence that is last by (priority, arrival) is preempted: its blocks are released (most stay cached) and it
 is recomputed later.
 
-Owns the token budget, the number of running sequences, and when a sequence ends. Refuses to know tensors, clocks and
-the parts of `KVCache`.
-
 No request starves. `max_num_batched_tokens >= max_num_seqs`, so every sequence that decodes advances in every step.
 Every waiting request becomes the first of the queue at some time. From then on it is skipped only while a running
-sequence is about to compute a prefix of its prompt (computing that twice would be slower for both). The first sequence
-by (priority, arrival) is never preempted. A preempted request is admitted again only when all its tokens fit. So
-between two preemptions of a request, the requests before it have taken memory that they keep, which happens a bounded
-number of times.
+sequence is about to compute a prefix of its prompt. The first sequence by (priority, arrival) is never preempted. A
+preempted request is admitted again only when all its tokens fit.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
-        """Start without requests. `cache`: empty cache, which the scheduler owns from now on."""
+        """Start without requests. `cache`: empty KV cache, which the scheduler owns from now on."""
         self.config = config
         self.cache = cache
         self.totals = SchedulerTotals()
@@ -61,10 +56,10 @@ class Scheduler:
         """Tokens of the longest sequence, prompt and output together, that the model and the cache can hold."""
         self._waiting_queue = PrefillQueue(config.prefill_order, cache)
         self._steps_in_flight: deque[StepInFlight] = deque()
-        """Steps that are planned and not yet applied, oldest first."""
+        """Steps that are being computed: planned, and their results not yet applied; oldest first."""
         self._requests = ActiveRequests(cache, self._waiting_queue, self.totals, self._steps_in_flight)
         self._uses_shared_prefixes = self._waiting_queue.is_shortest_first or cache.has_states
-        """Whether common prefixes of prompts matter: for the order of requests, or for where states are saved."""
+        """Whether to compare prompts for common prefixes: for the order of requests, or to save recurrent states."""
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
         """Requests that came since the last step was planned."""
@@ -109,18 +104,17 @@ class Scheduler:
         only when the step is applied, because other requests of the step may share them. The step's full blocks are
         announced and cached, too, but the request is in no further step and gets no further output.
         """
-        entry = self._requests.take(request_id)
+        entry = self._requests.pop(request_id)
         if entry is None:
             return None
         self._requests.remove_after_steps(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step: decodes first, then prompts that were begun, then waiting requests.
+        """Plan the next step, a forward pass: decodes first, then prompts that were begun, then waiting requests.
 
-        If memory runs out, running sequences are preempted, but never to admit a waiting request. A plan with chunks
-        must be applied or failed later; an empty plan needs neither. Returns None if a sequence must be preempted while
-        a step is in flight: that step must be applied before planning again.
+        If memory runs out, running sequences are preempted, but never to admit a waiting request. Returns None if that
+        would happen while another step is being computed: the caller applies that step's result, and plans again.
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
@@ -151,31 +145,32 @@ class Scheduler:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
-        """Add a chunk of one token for each sequence that decodes. Returns the requests with prompt left to compute.
+        """Add one token of each sequence that decodes to the step. Returns the requests with prompt left to compute.
 
-        A request that has ended, or that ends with the step in flight, gets no chunk.
+        A request that has ended, or that reaches its greatest length with the step in flight, gets no token.
         """
         prefills: list[RequestEntry] = []
         for entry in list(self._requests.running):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
-            ends_with_step_in_flight = start == token_count == entry.length_max - 1
+            is_last_token_in_flight = start == token_count  # the step in flight samples it
+            ends_with_step_in_flight = is_last_token_in_flight and token_count == entry.length_max - 1
             if entry.has_ended or ends_with_step_in_flight:
                 continue
             if token_count - start > 1:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
-                token_on_device = start == token_count  # the step in flight samples the token
-                draft.add(entry, Chunk(seq, start, start + 1, True, token_on_device))
+                chunk = Chunk(seq, start, start + 1, should_sample=True, token_on_device=is_last_token_in_flight)
+                draft.add(entry, chunk)
         draft.end_decodes(self.config)
         return prefills
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Give `entry` memory for its positions before `end`; return False if there is none.
+        """Give a running request KV cache blocks for its tokens before `end`; return False if there is no memory.
 
-        Without free memory, the running request that came last is preempted, until there is enough: it releases its
-        blocks and waits again. That may be `entry` itself. No request is preempted once the step has admitted one.
-        Raises _MustDrain if a step is in flight, because its requests must not be preempted.
+        Without free memory, running requests are preempted, the last one first, until there is enough: a preempted
+        request releases its blocks and waits again. That may happen to `entry` itself. No request is preempted once the
+        step has admitted one. Raises _MustDrain if a step is being computed, because its requests need their blocks.
         """
         while entry.seq in self.cache:  # until `entry` itself is preempted
             if self.cache.grow(entry.seq, end):
@@ -242,9 +237,9 @@ class Scheduler:
     def _admit_or_skip(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Start a waiting request if it can run now.
 
-        It is skipped in this step if a running sequence is about to compute a prefix of its prompt. It moves back in
-        the queue if blocks of its prompt were evicted since it came. If there is no memory for it, the step admits no
-        other request either.
+        The request is skipped in this step if a running sequence is about to compute a prefix of its prompt. It moves
+        back in the queue if cached blocks of its prompt were evicted meanwhile. If there is no memory for it, the step
+        admits no other request either.
         """
         # Leave running requests some memory to grow into, else the new request would soon be preempted.
         reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0
@@ -316,7 +311,7 @@ class Scheduler:
         assert plan is failed_step.plan
         self._steps_in_flight.clear()
         self.restart_running(failed_step.entries)
-        return [self._requests.take_with_error(entry, message) for entry in failed_step.entries if not entry.has_ended]
+        return [self._requests.pop_with_error(entry, message) for entry in failed_step.entries if not entry.has_ended]
 
     def restart_running(self, failed_entries: Collection[RequestEntry] = ()) -> None:
         """Empty the cache after a failure that may have left copies of blocks unmade. All running requests wait again.

@@ -11,7 +11,7 @@ from engine.types import Chunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and the order in which prompts are computed."""
+    """Limits of a step (a forward pass over a batch), and the order in which prompts are computed."""
 
     max_num_seqs: int = 256
     """Most sequences that run at a time."""
@@ -21,10 +21,9 @@ class SchedulerConfig:
     """Most tokens of one sequence, prompt and output together."""
     eos_token_ids: frozenset[int] = frozenset()
     target_prefill_tokens: int | None = None
-    """A step with at least so many prompt tokens admits no further request; None: as many as the step has room for.
+    """A step with at least so many prompt tokens admits no further request; None: it admits what it has room for.
 
-    On a device that computes small steps as efficiently as large ones, small steps give the first requests their first
-    token sooner.
+    Smaller steps give the first requests their first token sooner, on a device that is as fast with small steps.
     """
     prefill_order: PrefillOrder = "shortest"
 
@@ -33,18 +32,22 @@ class SchedulerConfig:
         assert self.max_model_len >= 1
 
     def count_full_prefill_work(self, decode_count: int) -> int:
-        """Return the prompt tokens that a step with `decode_count` decodes has if requests are never lacking."""
+        """Return the prompt tokens of a step that also decodes `decode_count` sequences, if enough prompts wait."""
         prefill_budget = self.max_num_batched_tokens - decode_count
         return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
 
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being planned. Decodes are added first, then prefills, as long as their budget lasts."""
+    """A step (a forward pass) that is being planned: first decodes are added, then chunks of prompts.
+
+    The scheduler also keeps count here of the waiting requests that it has looked at for this step.
+    """
 
     prefill_budget: int
     """Tokens that may still be added to the step."""
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
+    """The tokens of each request that the step computes."""
     registered_count: int = 0
     """Number of leading chunks with blocks in the prefix tree. Requests of other chunks can still be preempted."""
     decode_count: int = 0
@@ -60,7 +63,7 @@ class StepDraft:
     """Whether no further waiting request may be admitted."""
 
     def end_decodes(self, config: SchedulerConfig) -> None:
-        """Limit the prompts of the step, because its decodes are all planned.
+        """Set the limit for prompts, after all decodes of the step are planned.
 
         With 2048 tokens a step, 48 decodes and a target of 256 prompt tokens, the budget is 2000. A request is admitted
         while prompts have at most 255 of these tokens, that is, while at least 2000 - 255 = 1745 are left.

@@ -105,10 +105,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn, and when an answer ends. Names, defaults and ranges are vLLM's.
-
-    `engine.protocol.params` checks the values.
-    """
+    """Parameters of how a request's tokens are drawn, and when its answer ends. Names and defaults are vLLM's."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = 16
     temperature: Temperature = 1.0
@@ -130,8 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: LogprobCount | None = None
     n: Samples = 1
     structured_outputs: StructuredOutputs | None = None
-    """Constraint as users of `LLM` give it, from which `LLM` makes `constraint`."""
+    """Format of the answer, such as a JSON schema, as users of the class `LLM` give it."""
     constraint: Constraint | None = None
+    """Grammar of that format, which the engine uses."""
 
 
 class KVSource(msgspec.Struct, frozen=True):
@@ -167,14 +165,14 @@ _TOP_LOGPROB = struct.Struct("<id")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Logprobs of one position: of its token, and of the likeliest tokens, best first."""
+    """Log probabilities at one position of a sequence: of its token, and of the likeliest tokens, best first."""
 
     token_id: int
     logprob: float
     rank: int
     """1 = the likeliest token of the vocabulary."""
     packed_top_logprobs: bytes
-    """`top_logprobs` in 12 bytes a pair, in place of 110, because an answer may have a million of them unread."""
+    """`top_logprobs` as 12 bytes a pair, which takes less memory than tuples."""
 
     @classmethod
     def pack(cls, token_id: int, logprob: float, rank: int, top_logprobs: Iterable[tuple[int, float]]) -> TokenLogprobs:
@@ -188,7 +186,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def pair_count(self) -> int:
-        """Number of (token, logprob) pairs, with that of the position's own token."""
+        """Number of (token, logprob) pairs, including the position's own token."""
         return 1 + len(self.packed_top_logprobs) // _TOP_LOGPROB.size
 
 
@@ -198,37 +196,39 @@ def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """Tokens and facts that one step adds to the answer of one request. The last output has a `finish_reason`."""
+    """New tokens of one request's answer, from one forward step. The last output has a `finish_reason`."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """Member of `stop_token_ids` that ended the answer, for `stop_reason`; None for the model's own end."""
+    """Token of the request's `stop_token_ids` that ended the answer; None if the model's own end token did."""
     cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache had, in a request's first output."""
+    """Prompt tokens that the prefix cache had; only in a request's first output."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     is_client_error: bool = False
-    """Whether the request itself caused the error, such as by a grammar that cannot be followed."""
+    """Whether the request caused the error, such as by a grammar that cannot be followed."""
 
     @classmethod
     def from_error(cls, request_id: str, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Make the last output of a request that ends with an error. `message`: the reason, for the client."""
-        reason = FinishReason.ERROR
         return cls(
-            request_id=request_id, token_ids=[], finish_reason=reason, error=message, is_client_error=is_client_error
+            request_id=request_id,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=message,
+            is_client_error=is_client_error,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine, with its tokens so far. The scheduler owns it; cache and runner read it.
+    """A request inside the engine, with its tokens so far and the KV cache blocks that it holds.
 
-    Invariants: once the steps in flight are computed, the blocks of `block_tables` hold the KV of the positions
-    [0, computed_tokens). While the sequence runs, `computed_tokens < len(token_ids)` without steps in flight, else
-    `computed_tokens <= len(token_ids) + 1`.
+    The scheduler plans steps, in each of which some more tokens are computed. A planned step counts as computed in
+    `computed_tokens`, though it may still be in flight.
     """
 
     request: Request
@@ -237,13 +237,13 @@ class Sequence:
     prompt_len: int
     arrival_s: float
     computed_tokens: int = 0
-    """Leading tokens that are computed, or found in the cache; those of planned steps count."""
+    """Leading tokens with KV in the blocks of `block_tables`: computed, or found in the prefix cache."""
     cached_tokens: int = 0
-    """Prompt tokens that the cache had when the request was admitted first."""
+    """Prompt tokens that the cache had when the request first began to run."""
     host_tokens: int = 0
-    """Tokens of the last prefix hit that came from host memory."""
+    """Tokens that came from host memory when the request last began to run."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
-    """Blocks of each group: entry i of group g holds the positions [i * block_size, (i + 1) * block_size)."""
+    """[group of attention layers][i]: the block with positions [i * block_size, (i + 1) * block_size)."""
     table_version: int = 0
     """Number of changes of `block_tables` other than appended blocks."""
     state_unit: UnitId | None = None

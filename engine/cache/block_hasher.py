@@ -1,8 +1,4 @@
-"""Hashes the blocks of sequences, each block once in a request's life.
-
-Refuses to know which blocks are cached. Invariant: a sequence has the keys of its leading full blocks. Two blocks with
-equal keys have the same KV (`events.hashing`).
-"""
+"""Hashes the blocks of sequences, each block once in a request's life. `events.hashing` defines the hash."""
 
 from __future__ import annotations
 
@@ -15,37 +11,40 @@ from events.hashing import hash_packed_blocks, make_hash_keys, make_wire_keys, p
 
 
 class BlockHasher:
-    """Computes the keys of each sequence's blocks, and keeps them until the request ends."""
+    """Computes the prefix cache keys of each sequence's blocks, once, and keeps them until the request ends."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._keys_by_sequence: dict[Sequence, list[BlockKey]] = {}
 
     def compute_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
-        """Return the keys of at least the first `count` blocks, which must be full. Only new blocks are hashed.
+        """Return the prefix cache keys of at least the first `count` blocks of a sequence, which must be full.
 
-        A hash covers the tokens of the block and of all blocks before it, the LoRA adapter, which changes the KV, and
-        the salt, which keeps tenants from sharing KV. The caller must not change the list: later calls extend it.
+        A key's hash covers the tokens of the block and of all blocks before it, the LoRA adapter, and the salt, which
+        keeps tenants from sharing KV. Only blocks that no earlier call hashed are hashed. The caller must not change
+        the list, because later calls extend it.
         """
         keys = self._keys_by_sequence.setdefault(seq, [])
         hashed_count = len(keys)
         if count <= hashed_count:
             return keys
         size, lora_name, salt = self._block_size, seq.request.lora_name, seq.request.cache_salt
-        is_start = hashed_count == 0
         packed_tokens = pack_token_ids(seq.token_ids[hashed_count * size : count * size])
-        packed_size = len(packed_tokens) // (count - hashed_count)
+        packed_block_bytes = len(packed_tokens) // (count - hashed_count)
+        is_first_block = hashed_count == 0  # only the first block of a sequence has the salt among its keys
         hashes = hash_packed_blocks(
             keys[-1].hash if keys else None,
             packed_tokens,
             size,
-            make_hash_keys(lora_name, salt, is_start),
+            make_hash_keys(lora_name, salt, is_first_block),
             make_hash_keys(lora_name, salt, False),
         )
-        first_keys, later_keys = make_wire_keys(lora_name, salt, is_start), make_wire_keys(lora_name, salt, False)
+        extra_keys = make_wire_keys(lora_name, salt, is_first_block)
+        later_extra_keys = make_wire_keys(lora_name, salt, False)
         for index, hash_ in enumerate(hashes):
-            block_tokens = packed_tokens[index * packed_size : (index + 1) * packed_size]
-            keys.append(BlockKey(hash_, block_tokens, later_keys if index else first_keys, lora_name))
+            block_tokens = packed_tokens[index * packed_block_bytes : (index + 1) * packed_block_bytes]
+            keys.append(BlockKey(hash_, block_tokens, extra_keys, lora_name))
+            extra_keys = later_extra_keys
         return keys
 
     def count_common_blocks(self, seq: Sequence, other_seq: Sequence) -> int:

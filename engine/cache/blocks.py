@@ -1,8 +1,7 @@
 """Blocks of memory, and the nodes of the prefix tree.
 
-A node stands for one block of a prefix. It refers to the memory that holds this block's KV, and is called the node of
-that memory block. Refuses to know the pool, the tree and the log of events. Invariant: key, hash and parent of a node
-never change, so the publisher's thread may read them while the step's thread works.
+A node stands for one block of a prefix, and refers to the memory that holds this block's KV. Key, hash and parent of a
+node never change, so the publisher's thread may read them while the step's thread works.
 """
 
 from __future__ import annotations
@@ -12,20 +11,24 @@ from dataclasses import dataclass
 
 from engine.types import BlockId, UnitId
 
+_STATE_KIND = -1
+"""Index of the recurrent states among the kinds of blocks, if the model has such states."""
+
 
 @dataclass(slots=True, eq=False)
 class BlockKey:
-    """Identity of one block of a prefix: its tokens and other keys. The hash also covers all blocks before it."""
+    """Key of one block of a prompt in the prefix cache. Equal keys after equal prefixes mean equal KV."""
 
     hash: int
+    """Hash of this block and of all blocks before it."""
     packed_tokens: bytes
-    """Token ids as `events.pack_token_ids` writes them, which takes less memory than a tuple of ints."""
+    """Token ids of the block, packed into bytes to save memory."""
     extra_keys: tuple[str, ...] | None
     """LoRA name and cache salt as events announce them; None if the block has neither."""
     lora_name: str | None
 
     def equals(self, other: BlockKey) -> bool:
-        """Return whether both keys have the same tokens and extra keys. Equal hashes do not prove that."""
+        """Return whether both blocks have the same tokens, LoRA and salt. Equal hashes do not prove that."""
         return self is other or (
             self.packed_tokens == other.packed_tokens
             and self.extra_keys == other.extra_keys
@@ -34,12 +37,12 @@ class BlockKey:
 
 
 class Block:
-    """A block of a unit's memory, and how it is used."""
+    """A block of KV cache memory, and how it is used. A unit of memory is divided into blocks of one kind."""
 
     __slots__ = ("eviction_stamp", "id", "is_pending", "node", "ref_count", "unit")
 
     def __init__(self, unit: Unit, slot: int, blocks_per_unit: int) -> None:
-        """Make the unused block at place `slot` of a unit that is cut into `blocks_per_unit` blocks."""
+        """Make an unused block: number `slot` of the `blocks_per_unit` blocks in a unit."""
         self.unit = unit
         self.id = BlockId(unit.index * blocks_per_unit + slot)
         self.ref_count = 0
@@ -47,12 +50,13 @@ class Block:
         self.node: Node | None = None
         """Node of the prefix tree that has this block; None if the block is not in the tree."""
         self.is_pending = False
-        """Whether the block is in the tree, and a step that is planned or in flight has yet to compute it."""
+        """Whether the block is in the tree before its KV is computed, by a step that is planned or in flight."""
         self.eviction_stamp = 0
-        """Order of eviction while cached: the lowest stamp goes first."""
+        """Sort key of cached blocks: the block with the lowest stamp is evicted first."""
 
     @property
     def kind(self) -> int:
+        """Index of the attention group for which the block holds KV; the last kind is recurrent state."""
         assert self.unit.kind is not None
         return self.unit.kind
 
@@ -66,7 +70,10 @@ class Block:
 
 
 class StateBlock(Block):
-    """A block that holds a recurrent state: of a running sequence, or a checkpoint from which others resume."""
+    """A block that holds a recurrent state, such as Mamba's: a running sequence's own, or a checkpoint.
+
+    A checkpoint is the state after a prefix of a prompt. Later prompts with this prefix resume from it.
+    """
 
     __slots__ = ("is_in_flight", "is_shared", "is_superseded", "value")
 
@@ -77,9 +84,9 @@ class StateBlock(Block):
         self.is_shared = False
         """Whether more than one sequence has reached the checkpoint."""
         self.is_superseded = False
-        """Whether a later checkpoint of the same prefix makes this one nearly useless."""
+        """Whether a later checkpoint of the same conversation makes this one nearly useless."""
         self.value = 0
-        """Blocks of full attention that need not be computed again thanks to the checkpoint."""
+        """Number of blocks that prompts need not compute again thanks to the checkpoint."""
 
 
 class Unit:
@@ -149,7 +156,7 @@ class Node:
     @property
     def checkpoint(self) -> StateBlock | None:
         """State after this prefix on the device."""
-        block = self.blocks[-1]
+        block = self.blocks[_STATE_KIND]
         return block if isinstance(block, StateBlock) else None
 
     def can_resume(self) -> bool:
@@ -159,23 +166,24 @@ class Node:
 
     def has_superseded_state(self) -> bool:
         """Return whether the state here is superseded, and no sequence holds it."""
-        block = self.blocks[-1] or self.host_blocks[-1]
+        block = self.blocks[_STATE_KIND] or self.host_blocks[_STATE_KIND]
         return isinstance(block, StateBlock) and block.is_superseded and block.is_cached
 
     def count_saved_blocks(self, blocks_per_state: int) -> int | None:
-        """Return how many blocks less must be computed with the state here than with the state before it.
+        """Return how many blocks a prompt that resumes from the recurrent state at this node need not compute.
 
-        None if there is no state here. A superseded state before it counts only if it is at least `blocks_per_state`
-        blocks away.
+        Without this state, the prompt would resume from the state of the nearest ancestor that has one. An ancestor
+        fewer than `blocks_per_state` blocks away is passed over if its state is superseded, because that state is
+        evicted early. Returns None if no state is saved at this node.
         """
-        if not self.has_block(-1):
+        if not self.has_block(_STATE_KIND):
             return None
         ancestor = self.parent
         while ancestor is not None:
             distance = self.depth - ancestor.depth
-            if ancestor.has_block(-1):
+            if ancestor.has_block(_STATE_KIND):
                 is_near = distance < blocks_per_state
-                if not is_near or not ancestor.has_superseded_state():
+                if not (is_near and ancestor.has_superseded_state()):
                     return distance
             ancestor = ancestor.parent
         return self.depth + 1

@@ -1,8 +1,7 @@
 """Changes of the cache: recorded on the step's thread, turned into KV events on another thread.
 
 A step records which nodes changed, and takes the record as `StepEvents`. The publisher makes the events on its own
-thread, so that the step's thread need not read the blocks, which are no longer in the CPU's caches after a forward
-pass. Refuses to know the tree. Invariant: events come in the order of the changes. One exception: the removal of a
+thread, which keeps that work out of the step. Events come in the order of the changes. One exception: the removal of a
 block from host memory may come before the arrival of blocks that moved there earlier.
 """
 
@@ -59,7 +58,7 @@ class EventLog:
             self._changes.append(Change(REMOVED, kind, [node]))
 
     def record_demoted(self, kind: int, node: Node) -> None:
-        """Record that a block moved from the device to host memory."""
+        """Record that a block moved from the device (GPU) to host memory (CPU)."""
         last_change = self._get_last_change(DEMOTED, 0)
         if last_change is None:
             last_change = Change(DEMOTED, 0, {})
@@ -67,15 +66,16 @@ class EventLog:
         last_change.nodes[kind, node] = None
 
     def record_host_removed(self, kind: int, node: Node) -> None:
-        """Record that host memory lost a block, mostly to make room for a block that moved there.
+        """Record that host memory dropped a block, for the KV cache events to announce.
 
-        If demotions were recorded last, the removal is put before them, so that consecutive demotions stay one change.
-        The removal of a block that is among these demotions must come after them.
+        Mostly, the block made room for blocks that moved from the device ("demoted"). If these were recorded last, the
+        removal goes before them, so that later demotions can join theirs in one change. A block that was itself among
+        them must be removed after them.
         """
         insert_index = len(self._changes)
         last_demotions = self._get_last_change(DEMOTED, 0)
         if last_demotions is not None and (kind, node) not in last_demotions.nodes:
-            insert_index -= 1
+            insert_index -= 1  # before the demotions
         change_before = self._changes[insert_index - 1] if insert_index else None
         if change_before is not None and (change_before.action, change_before.kind) == (HOST_REMOVED, kind):
             change_before.nodes.append(node)
@@ -136,10 +136,10 @@ class StepEvents(Collection[Event]):
         return self._make_demotion_events(nodes)
 
     def _make_demotion_events(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
-        """Yield the events of blocks, given as (kind, node), that moved from the device to host memory.
+        """Yield the events for blocks that moved to host memory: stored on the CPU, then removed from the GPU.
 
-        First all blocks are announced as stored in host memory, then as removed from the device. A block is announced
-        as stored after its parent, because readers link it to the parent. It left the device before its parent.
+        `demoted_nodes`: pairs of a block's kind and its prefix tree node, children before parents. Stored blocks are
+        announced in the reverse order, because readers of the events link a block to its parent.
         """
         nodes_by_kind: list[list[Node]] = [[] for _ in self._log.groups]
         for kind, node in demoted_nodes:
@@ -147,9 +147,9 @@ class StepEvents(Collection[Event]):
         for kind, nodes in enumerate(nodes_by_kind):
             for chain_nodes in self._split_into_chains(kind, reversed(nodes)):
                 yield self._make_stored_event(kind, chain_nodes, CPU)
-        for kind, nodes in reversed(list(enumerate(nodes_by_kind))):
-            if nodes:
-                yield _make_removed_event(kind, nodes, GPU)
+        for kind in reversed(range(len(nodes_by_kind))):
+            if nodes_by_kind[kind]:
+                yield _make_removed_event(kind, nodes_by_kind[kind], GPU)
 
     def _split_into_chains(self, kind: int, nodes: Iterable[Node]) -> Iterator[list[Node]]:
         """Yield runs of nodes in which each is the parent of the next. One event announces one run."""
@@ -164,9 +164,10 @@ class StepEvents(Collection[Event]):
             yield chain_nodes
 
     def _make_stored_event(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
-        """Return the event which announces that `medium`, CPU or GPU memory, now has the blocks of `nodes`.
+        """Return the event which announces that CPU or GPU memory (`medium`) now holds consecutive blocks of a prompt.
 
-        Each node is the parent of the next one. `kind`: index of the attention group, or of recurrent state.
+        `nodes`: the blocks' nodes in the prefix tree, each the parent of the next. `kind`: index of the blocks' group
+        of attention layers; the last index stands for recurrent state.
         """
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(nodes) * self._log.block_size

@@ -2,13 +2,11 @@
 
 A path is the cached blocks of one conversation turn, and is evicted from its end. Its value is the expected number of
 hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
-gap and value share a queue. Only the ends of the queues are compared, and the number of queues does not grow with the
-cache. Among paths of about equal value the youngest goes first: the older ones' returns are nearer. A path that was
-chosen is shortened until it is gone or another path is cached.
+gap and value share a queue, so that only the ends of few queues are compared. Among paths of about equal value the
+youngest goes first: the older ones' returns are nearer.
 
 In a model with recurrent states, a path can be resumed only where a state was saved. Then the value of the path also
-depends on the blocks that its last state saves, for each block of memory. A state that a later state of the same path
-has superseded is evicted by itself.
+depends on the blocks that its last state saves, for each block of memory.
 """
 
 from __future__ import annotations
@@ -63,19 +61,19 @@ class EvictionQueue:
     """Chooses which cached path of one memory is evicted next, from its end."""
 
     def __init__(self, reuse_stats: ReuseStats, blocks_per_state: int | None = None) -> None:
-        """Start without paths. `reuse_stats`: what was learned of how conversations return.
+        """Start without paths, which are the cached prefixes of conversations: each ends at a leaf of the prefix tree.
 
-        `blocks_per_state`: attention blocks that take as much memory as one state; None: a model without states.
+        `reuse_stats`: statistics of when conversations continue. `blocks_per_state`: number of attention blocks that
+        take as much memory as one recurrent state; None for a model without such states.
         """
         self._reuse_stats = reuse_stats
         self._blocks_per_state = blocks_per_state
         self._path_by_leaf: dict[Node, CachedPath] = {}
-        """All paths, by the node at their end."""
         self._path_by_turn: dict[ConversationTurn, CachedPath] = {}
         self._superseded_states: OrderedDict[Node, SupersededState] = OrderedDict()
-        """Superseded states by their nodes, oldest first."""
+        """Recurrent states that a later state of the same path replaces, by their nodes, oldest first."""
         self._queues: dict[QueueKey | None, OrderedDict[CachedPath, None]] = {}
-        """All paths, oldest first in each queue. The abandoned ones, under None, are evicted before all others."""
+        """All paths, oldest first in each queue. Those in the queue under None are evicted before all others."""
         self._next_path: CachedPath | None = None
         """Path that is evicted next; None: it must be chosen again."""
 
@@ -105,21 +103,22 @@ class EvictionQueue:
         return None if path is None else path.turn
 
     def shorten_path(self, leaf: Node, parent: Node) -> None:
-        """Record that `leaf` was evicted: its path ends at `parent` now.
+        """Record that the last block of a cached path, at `leaf`, was evicted: the path ends at `parent` now.
 
-        Once only a prefix is left that several conversations share, the path is valued by the reuse of that prefix.
+        A path has the cached blocks of one conversation turn. Once it is as short as a prefix that several
+        conversations share, such as a system prompt, it is valued by how often that prefix is reused.
         """
         path = self._path_by_leaf.pop(leaf)
         path.leaf = parent
         self._path_by_leaf[parent] = path
         self._superseded_states.pop(parent, None)
-        prefix_turn = self._find_shared_prefix(path)
-        if prefix_turn is None:
+        shared_prefix = self._find_shared_prefix(path)
+        if shared_prefix is None:
             self.requeue(parent)
             return
         self._dequeue(path)
         self._forget_turn(path)
-        path.turn = prefix_turn
+        path.turn = shared_prefix
         self._enqueue(path)
 
     def _find_shared_prefix(self, path: CachedPath) -> ConversationTurn | None:
@@ -206,17 +205,19 @@ class EvictionQueue:
         return self._next_path
 
     def _find_least_valuable(self) -> CachedPath | None:
-        """Return the path that is worth least; of paths that are worth about the same, the youngest.
+        """Return the cached path (the cached prefix of a conversation) to evict; None if there is none.
 
-        A queue offers its oldest path if that is overdue, else its youngest.
+        That is the path with the least value; of paths with about the same value, the youngest. All paths in a queue
+        are expected to be reused after the same gap. If the oldest of them is overdue, it is worth least, else the
+        youngest is.
         """
-        least_valuable, rank_min = None, (math.inf, 0)
+        least_valuable = None
+        rank_min = (math.inf, 0)
         for key, queue in self._queues.items():
             assert key is not None, "abandoned paths go first"
-            path = next(iter(queue))
-            gap = math.pow(2.0, key.gap_step / _STEPS_PER_DOUBLING)
-            if not self._is_overdue(path, gap):
-                path = next(reversed(queue))
+            oldest_path, youngest_path = next(iter(queue)), next(reversed(queue))
+            expected_gap = math.pow(2.0, key.gap_step / _STEPS_PER_DOUBLING)
+            path = oldest_path if self._is_overdue(oldest_path, expected_gap) else youngest_path
             rank = self._rank(path)
             if rank < rank_min:
                 least_valuable, rank_min = path, rank

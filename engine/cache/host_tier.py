@@ -2,14 +2,12 @@
 
 Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. When the device
 evicts a block, a copy to host memory is planned (`demote`). When a request finds a block here, a copy back is planned.
-Both go into one list of copies, which a step does first and in order. So memory that is given up in a plan may be used
-again in the same plan. Until the step of a load is committed, the device's block is pending, like a block that is
-computed. A block is in one of the two pools: the host's copy is dropped once the device has a computed one
-(`discard_duplicate`). Only a state may be in both: the running sequence that loaded it changes its own copy
-(`unpin_state`).
+Both go into one list of copies, which a step does first and in order. A block is in one of the two pools: the host's
+copy is dropped once the device has a computed one (`discard_duplicate`). Only a state may be in both: the running
+sequence that loaded it changes its own copy (`unpin_state`).
 
-Owns the host's pool. Refuses to know sequences and tensors. Invariants: a block here is cached, or held by a step that
-reads it. Its parent's full-attention block is here or on the device.
+Invariants: a block here is cached, or held by a step that reads it. Its parent's full-attention block is here or on the
+device.
 """
 
 from __future__ import annotations
@@ -60,11 +58,11 @@ class HostTier:
     def __init__(
         self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: LruOrder, block_copies: list[BlockCopy]
     ) -> None:
-        """Make an empty memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
+        """Make an empty host memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
 
-        `tree`: the prefix tree of both memories; from now on it calls `demote` for blocks that the device evicts.
-        `order`: order in which host blocks are evicted. `block_copies`: copies that the next step does first, to which
-        those between the memories are added.
+        `tree`: prefix tree of device and host memory. From now on it calls `demote` for blocks that the device evicts.
+        `order`: decides which host block is evicted next. `block_copies`: list to which copies between the memories
+        are appended. The next forward step does these copies first.
         """
         tree.host_tier = self
         self._pool = UnitPool(unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, order, self.evict)
@@ -72,7 +70,8 @@ class HostTier:
         self._order = order
         self._tree = tree
         self._block_copies = block_copies
-        self._stored_bytes = self._loaded_bytes = 0
+        self._stored_bytes = 0
+        self._loaded_bytes = 0
 
     def measure_usage(self) -> HostUsage:
         """Return the present use of the memory, and the bytes copied since the start. All is 0 without host memory."""
@@ -85,29 +84,30 @@ class HostTier:
         )
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
+        """Keep a block that the device is about to evict in host memory, and record the move for the KV cache events.
 
-        Without `keep_on_host`, or without room, the block is announced as removed. After the removal of a
-        full-attention block, no prompt can use the host blocks that follow it in the tree, so these are dropped, too.
+        Without `keep_on_host`, or without room, the block is recorded as removed. No prompt can use the blocks after a
+        removed full-attention block, so host memory drops these, too.
         """
         node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None
-        if node.has_host_block(kind):
-            event_log.record_removed(kind, node)
-        elif keep_on_host and self._store(block, node):
+        has_host_copy = node.has_host_block(kind)
+        if not has_host_copy and keep_on_host and self._store(block, node):
             event_log.record_demoted(kind, node)
-        else:
-            if kind == FULL_KIND:
-                self._drop_subtree(node)
-            event_log.record_removed(kind, node)
+            return
+        if not has_host_copy and kind == FULL_KIND:
+            self._drop_subtree(node)
+        event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
-        """Allocate a host block for `node`, and plan to copy `block` into it; return False if there is no room.
+        """Plan the copy of a device block to host memory, for its prefix tree `node`; return False if there is no room.
 
-        The device's memory may be used again in the same plan, because copies are done in the order of planning.
+        The caller may reuse the device block at once: a step does copies in the order of planning, before it computes.
         """
+        if not self._pool.units:
+            return False
         kind = block.kind
-        host_block = self._pool.allocate(kind) if self._pool.units else None
+        host_block = self._pool.allocate(kind)
         if host_block is None:
             return False
         self._tree.attach_host(node, host_block)
@@ -202,19 +202,20 @@ class HostTier:
                 self._pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
-        """Assert that the pool and the tree agree.
+        """Assert that host memory's pool of blocks and the prefix tree agree.
 
-        `pinned_blocks`: host blocks that loads hold, once for each reference.
+        `pinned_blocks`: host blocks that a planned copy to the device reads, once for each copy.
         """
         self._pool.check_invariants()
-        tree_blocks = {
-            host_block for node in self._tree.nodes() for host_block in node.host_blocks if host_block is not None
-        }
+        tree_blocks: set[Block] = set()
+        for node in self._tree.nodes():
+            for kind, host_block in enumerate(node.host_blocks):
+                if host_block is not None:
+                    tree_blocks.add(host_block)
+                    assert host_block.node is node
+                    assert host_block.kind == kind
+                    assert host_block.ref_count or not node.has_computed(kind), "block on host and device"
         for unit in self._pool.units:
             for host_block in unit.blocks:
                 assert host_block.ref_count == pinned_blocks.count(host_block), f"{host_block!r} of the host"
                 assert (host_block in tree_blocks) == (host_block.node is not None)
-        for node in self._tree.nodes():
-            for kind, block in enumerate(node.host_blocks):
-                assert block is None or (block.node is node and block.kind == kind)
-                assert block is None or block.ref_count or not node.has_computed(kind), "block on host and device"

@@ -3,15 +3,10 @@
 A block goes through these calls. `admit` gives a sequence the cached blocks of its prompt, and `grow` gives it new
 ones. `register_full_blocks` puts the blocks that a step fills into the prefix tree: they are pending, and another
 request of the same step may share them. `commit`, after the step is computed, announces them. If an identical block
-exists by then, the table is redirected to it. `release` gives all blocks of a sequence up. docs/architecture.md has the
-table of states.
+exists by then, the table is redirected to it. `release` gives all blocks of a sequence up: a block that no other
+sequence holds stays cached if it is in the prefix tree, else its memory is free. docs/architecture.md has the table of
+states.
 
-When memory runs out `grow` returns False, and the scheduler preempts a sequence. A block that several sequences share
-has no owner: when the last of them releases it (`Block.ref_count`), it stays cached if it is in the prefix tree, else
-its memory is free.
-
-Owns the block tables. Refuses to know budgets, sampling and order of requests. Null objects stand for states in a model
-without them (`NoStates`) and for host memory (a `HostTier` of no units).
 Invariant: a sequence that is not detached holds exactly the blocks of its nodes in the prefix tree. So a parent is
 never freed before a live child.
 """
@@ -65,21 +60,22 @@ class KVCache:
         self._caches_prefixes = enable_prefix_caching
         self._hasher = BlockHasher(spec.block_size)
         self.windows = AttentionWindows(spec, step_tokens_max)
+
+        # Eviction order, prefix tree and memory. Tree and pool call each other to evict and to free a block.
         host_unit_count = host_unit_count if enable_prefix_caching else 0
         can_learn = enable_prefix_caching and not self.windows.sliding_groups
         self._eviction = LruEviction(spec)
         if adaptive_eviction and can_learn:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
-        # Tree and pool need each other: the tree gives evicted blocks back to the pool, and the pool tells it to evict.
-        self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))
+        self.tree = PrefixTree(spec, self._eviction, drop=lambda block: self.pool.drop(block))
         self.pool = UnitPool(
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
-        self._matched_nodes: dict[Sequence, list[Node]] = {}
-        """Last result of `_match` for each waiting sequence, because a step may look a long prompt up several times."""
         self._block_copies: list[BlockCopy] = []
-        """Copies of the plan being made. `HostTier` shares this list."""
+        """Copies that the step being planned makes. `HostTier` shares this list."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
+
+        # Running and waiting sequences.
         self.states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
             self.states = StateCheckpoints(
@@ -87,6 +83,8 @@ class KVCache:
             )
         self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self.states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
+        self._matched_nodes: dict[Sequence, list[Node]] = {}
+        """Last result of `_match` for each waiting sequence, because a step may look a long prompt up several times."""
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._blocks_by_sequence
@@ -163,9 +161,9 @@ class KVCache:
         return False
 
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
-        """Start to run a sequence: give it the cached blocks of its prefix, and set `seq.computed_tokens` to their end.
+        """Start to run a sequence: give it the cached blocks of its prefix, so that it computes only the other tokens.
 
-        With blocks of 16 tokens, 2 of them cached, and a prompt of 40 tokens, `computed_tokens` becomes 32. Returns
+        With blocks of 16 tokens, 2 of them cached, and a prompt of 40 tokens, `seq.computed_tokens` becomes 32. Returns
         False, with nothing changed, if there is no memory for the sequence and `reserve_blocks` more blocks.
         """
         assert seq not in self._blocks_by_sequence
@@ -182,15 +180,19 @@ class KVCache:
         return True
 
     def _start_sequence(self, seq: Sequence, nodes: list[Node], block_counts: list[int]) -> None:
-        """Give a sequence the cached blocks and the state of the prefix `nodes`. `block_counts`: blocks to allocate."""
-        *kv_counts, last_count = block_counts
-        has_room_for_copy = self.pool.can_allocate([*kv_counts, last_count + 1])  # if the last kind is the state
+        """Give a sequence the cached blocks of its prefix, and the recurrent state after them.
+
+        `nodes`: prefix tree nodes of these blocks. `block_counts`: blocks of each kind that the sequence will allocate.
+        """
+        *attention_counts, last_count = block_counts  # in a model with recurrent states, the last kind is the state
+        has_room_for_copy = self.pool.can_allocate([*attention_counts, last_count + 1])
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
-        # Hold all cached blocks and the checkpoint first, because an allocation may evict others.
+        # Hold all cached blocks and the state first, because allocations may evict what no sequence holds.
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         last_node = nodes[-1] if nodes else None
         state_loads = self.states.create_state(seq, last_node, has_room_for_copy=has_room_for_copy)
-        self._steps.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
+        block_loads = self._allocate_for_loads(seq_blocks, nodes, host_hits)
+        self._steps.plan_loads([*block_loads, *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
         self._blocks_by_sequence[seq] = seq_blocks
@@ -200,9 +202,9 @@ class KVCache:
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
         """Give a sequence the device's blocks of a cached prefix, and return the blocks that only host memory has.
 
-        `nodes`: the prefix tree's nodes of the prefix, in order; a node has a block for each group of layers. In the
-        tables, None stands for blocks that host memory has, until they are loaded, and for blocks before a sliding
-        window, which are never read again.
+        `nodes`: nodes of the prefix in the prefix tree, in order. A node has a block for each group of attention
+        layers. In the sequence's block tables, None stands for a block that is yet to be loaded from host memory, or
+        that is never read again, because it lies before a sliding window.
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
@@ -222,21 +224,22 @@ class KVCache:
     ) -> list[HostLoad]:
         """Allocate a device block for each block of the prefix that only host memory has (a host hit).
 
-        Returns the copies that fill the new blocks. An allocation may evict blocks, after which a node leaves the tree.
-        Such a node is made again, and replaced in `nodes`.
+        Returns the copies that fill the new blocks. `nodes`: prefix tree nodes of the prefix, in order. An allocation
+        may evict other blocks, so that a node leaves the tree. Such a node is made again, and replaced in `nodes`.
         """
         loads: list[HostLoad] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for the blocks to load"
-            has_left_tree = node is not nodes[node.depth] or node not in self.tree
+            index = node.depth
+            has_left_tree = node is not nodes[index] or node not in self.tree
             if has_left_tree:
-                parent = nodes[node.depth - 1] if node.depth else None
+                parent = nodes[index - 1] if index else None
                 new_node = self.tree.get_or_create(node.key, parent)
                 assert new_node is not None
-                node = nodes[node.depth] = new_node
-            self.tree.attach(node, block)
-            seq_blocks.blocks_by_group[group][node.depth] = block
+                nodes[index] = new_node
+            self.tree.attach(nodes[index], block)
+            seq_blocks.blocks_by_group[group][index] = block
             loads.append(HostLoad(block, host_block))
         return loads
 

@@ -88,10 +88,11 @@ class _LearnedOrder(LruOrder):
 
 
 class LearnedDeviceOrder(_LearnedOrder):
-    """Decides which block leaves the device next: one of the conversation that is least likely to return.
+    """Chooses the cached block that is evicted from the device next.
 
-    The learned queue holds the nodes at the ends of cached prefixes, and states that a later state of the same
-    conversation has superseded. If the queue is empty, the oldest block goes.
+    The choice is the last block of the cached prefix that a conversation is least likely to use again. Prefixes are
+    paths in a tree of blocks. The learned queue holds their leaves, and recurrent states that a later state of the
+    same conversation replaces. If the queue is empty, the least recently used block is evicted.
     """
 
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
@@ -104,7 +105,7 @@ class LearnedDeviceOrder(_LearnedOrder):
         return state.is_superseded
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after an eviction. The parent of an evicted full-attention block may be evicted next."""
+        """Update the queue after an eviction from `node`. If its parent is a leaf now, the parent is queued instead."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
             return
@@ -136,9 +137,10 @@ class LearnedHostOrder(_LearnedOrder):
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Update the queue after the block of a `kind`, such as full attention, was evicted from a node."""
+        is_on_device = any(node.blocks)
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
-        elif any(node.blocks):  # on the device; else the tree may remove the node, and calls `mark_node_removed`
+        elif is_on_device:  # else the tree removes the node, and calls `mark_node_removed`
             self._queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
@@ -157,19 +159,18 @@ class LearnedHostOrder(_LearnedOrder):
 
 
 class LearnedEviction(LruEviction):
-    """Evicts the cached prefixes that are least likely to be used again, learned from how conversations return.
+    """Evicts the cached prefixes that are least likely to be used again, learned from when conversations continue.
 
     A *turn* is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
     the cached blocks of a turn, its *path*, are worth keeping until the next turn is due. If that usually happens
     within 100 blocks of other prompts, a path that was not used for 1,000 is evicted early. A path is evicted from its
-    end, the *leaf*. Device and host memory have one queue of paths each. Only for models without sliding windows.
+    end. Device and host memory have one queue of paths each. Only for models without sliding windows.
     """
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
         """Start with nothing learned. `unit_count`: number of units of memory on device and host together."""
         blocks_per_unit = spec.blocks_per_unit_by_kind()[FULL_KIND]
-        # With recurrent states, a cached prefix can be resumed only where a state was saved, so paths differ in worth.
-        blocks_per_state = blocks_per_unit if spec.state is not None else None
+        blocks_per_state = blocks_per_unit if spec.state is not None else None  # a recurrent state fills a unit
         self._block_size = spec.block_size
         self.reuse_stats = ReuseStats(unit_count * blocks_per_unit, spec.block_size)
         self.device_queue = EvictionQueue(self.reuse_stats, blocks_per_state)
@@ -178,7 +179,7 @@ class LearnedEviction(LruEviction):
         self.host_order = LearnedHostOrder(spec, self, self.host_queue)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
         self.last_turn = ConversationTurn(0, 0, 0)
-        """The turn that ended last: nodes that become cached next belong to its path."""
+        """The turn that ended last: blocks that become cached next belong to its path."""
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
         """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
@@ -187,9 +188,9 @@ class LearnedEviction(LruEviction):
         self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:
-        """Record that the sequence is over: from now on its next turn can come, and its blocks become cached.
+        """Record that the turn of `seq` is over, so its blocks become cached until the next turn.
 
-        The path of the turn before it is evicted first from now on.
+        What is left of the previous turn's path is evicted first, because the conversation goes on from this one.
         """
         turn = self._turn_by_sequence.pop(seq)
         self.reuse_stats.end_turn(turn)
@@ -200,6 +201,6 @@ class LearnedEviction(LruEviction):
         self.last_turn = turn
 
     def requeue_state(self, node: Node) -> None:
-        """Value a path again after the state at `node` was used or removed."""
+        """Compute the value of the path that ends at `node` again, after the state there was used or removed."""
         self.device_queue.requeue(node)
         self.host_queue.requeue(node)

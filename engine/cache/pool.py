@@ -1,16 +1,11 @@
 """The unit pool: memory cut into units of equal size, each free or divided into blocks of one kind.
 
-A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A unit of
-kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is **live** (sequences hold it: `ref_count` > 0),
-**cached** (no sequence holds it, but it is in the prefix tree) or a **hole** (unused). A model with one attention group
-has one kind with N = 1.
+A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A block is
+**live** (sequences hold it: `ref_count` > 0), **cached** (no sequence holds it, but it is in the prefix tree) or a
+**hole** (unused). A model with one attention group has one kind of blocks, one in each unit.
 
-Owns the state of every block, and decides which memory is taken. Its `LruOrder` decides which cached block goes
-first. Refuses to know hashes, sequences, tensors and events. To evict a block the pool calls `evict`, which takes the
-block and its descendants out of the prefix tree, and calls `drop` for each.
-
-Invariants (`check_invariants`): a unit is free or of one kind; every block of it is a hole, live or cached, and a unit
-with holes only is free; the order knows exactly the cached blocks.
+The pool decides which memory is taken, and its `LruOrder` which cached block goes first. To evict a block the pool
+calls `evict`, which takes the block and its descendants out of the prefix tree, and calls `drop` for each.
 """
 
 from __future__ import annotations
@@ -36,9 +31,9 @@ class UnitPool:
     ) -> None:
         """Make a pool of `unit_count` free units. A unit is memory that can be divided into blocks of any one kind.
 
-        Kinds below `state_kind` are attention groups, and `state_kind` is recurrent state, if the model has any.
-        `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1], a unit holds 4 blocks of kind 0, or 8 of kind
-        1, or one of kind 2. `order` chooses the cached block to evict, and `evict` takes it out of the prefix tree.
+        Kinds below `state_kind` are groups of attention layers, and `state_kind` is recurrent state, if the model has
+        any. `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1], a unit holds 4 blocks of kind 0, or 8 of
+        kind 1, or one of kind 2. `order` chooses the cached block to evict, and `evict` takes it out of the cache.
         """
         assert unit_count >= 0
         assert min(blocks_per_unit) >= 1
@@ -53,9 +48,9 @@ class UnitPool:
         self._live_blocks = [0] * kind_count
         """Number of blocks of each kind that sequences hold."""
         self._idle_units = [0] * kind_count
-        """Number of units of each kind that hold cached blocks and no live one."""
+        """Number of units of each kind that hold cached blocks, and none that a sequence holds."""
         self._units_by_hole_count: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
-        """[kind][number of unused blocks] -> the units with so many, as an ordered set."""
+        """[kind][number of unused blocks ("holes")] -> the units with so many, as an ordered set."""
 
     @property
     def free_units(self) -> int:
@@ -78,14 +73,15 @@ class UnitPool:
         return units_needed <= len(self.units)
 
     def allocate(self, kind: int) -> Block | None:
-        """Return a block of `kind` with one reference; None if eviction alone cannot make room.
+        """Return a block of `kind` with one reference; None if even evictions cannot make room.
 
-        An unused block in a unit of this kind is taken first, then a block of a free unit. Without either, cached
-        blocks are evicted. After None, `compact` may still make room.
+        An unused block ("hole") in a unit of this kind is taken first, then a block of a free unit. Without either,
+        cached blocks are evicted one by one until there is room. After None, `compact` may still make room.
         """
         block = self._take_hole(kind)
         while block is None and not self._free_units:
-            if not self._evict_for(kind):
+            has_evicted = self._evict_for(kind)
+            if not has_evicted:
                 return None
             block = self._take_hole(kind)
         if block is None:
@@ -102,10 +98,10 @@ class UnitPool:
             self._count_live(block.unit, block.kind, 1)
 
     def release(self, block: Block) -> None:
-        """Remove one reference to a block.
+        """Remove one reference to a block, as when a sequence ends.
 
-        A block in the prefix tree (`block.node`) that loses its last reference stays cached for later prompts. Any
-        other block becomes a hole: its memory can be used at once.
+        A block that loses its last reference stays cached for later prompts if it is in the prefix tree (`block.node`).
+        Any other block becomes a hole: its memory can be used at once.
         """
         assert block.ref_count > 0, f"{block!r} released more often than held"
         block.ref_count -= 1
@@ -229,19 +225,20 @@ class UnitPool:
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
     def _move_live_blocks(self, source_unit: Unit) -> list[BlockCopy]:
-        """Move the live blocks of a unit to unused blocks (holes) in other units of its kind, and free the unit.
+        """Free a unit: move the blocks that sequences hold to unused blocks (holes) in other units of its kind.
 
-        One free unit is enough. So if an eviction frees another unit meanwhile, the other blocks stay in `source_unit`.
+        Returns the copies of KV that the moves need. The caller wants one free unit, so if evictions on the way free
+        another one, the remaining blocks stay.
         """
         kind = source_unit.kind
         assert kind is not None
         moves: list[BlockCopy] = []
-        self._unindex_by_holes(source_unit, kind)  # so that `_take_hole` finds holes of other units only
+        self._unindex_by_holes(source_unit, kind)  # so that only holes of other units are taken
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
                 continue
             hole = self._take_or_evict_hole(kind)
-            if hole is None:
+            if hole is None:  # another unit is free now
                 self._index_by_holes(source_unit, kind)
                 return moves
             moves.append(BlockCopy(kind, block.id, hole.id))
@@ -275,8 +272,8 @@ class UnitPool:
     def check_invariants(self) -> None:
         """Assert that the pool's counts and indexes agree with its units and blocks.
 
-        A unit is free, or divided into blocks of one kind. A block is live (a sequence holds it), cached (only the
-        prefix tree has it) or a hole (unused). An idle unit has cached blocks and no live one.
+        A unit of memory is free, or divided into blocks of one kind. A block is live (a sequence holds it), cached
+        (only the prefix tree has it) or a hole (unused). An idle unit has cached blocks and no live one.
         """
         free_units = set(self._free_units)
         assert len(free_units) == len(self._free_units)

@@ -2,15 +2,12 @@
 
 A **node** is one block of a prefix: token ids, other keys, hash, and the node before it. It has at most one memory
 block of every kind on the device, and one in host memory, and leaves the tree when it has none. A node is found by its
-hash, and then its token ids, keys and parent are compared (by induction the whole prefix). So a hash collision is a
-miss, and never another request's KV.
+hash, and then its token ids, keys and parent are compared. So a hash collision is a miss, and never another request's
+KV.
 
-Owns nodes and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
-
-Invariants: every hash has one node. If a node or its child has any block on the device, the node's group-0 block is on
-the device, too (prefix closure). Every node has a group-0 block in one of the memories. A block is announced once it is
-computed, after its parent, and its removal before its parent's. Stored and Removed of one (group, hash, medium)
-alternate.
+Invariants: every hash has one node. If a node or its child has any block on the device, the node's full-attention block
+is on the device, too. Every node has a full-attention block in one of the memories. A block is announced once it is
+computed, after its parent, and its removal before its parent's.
 """
 
 from __future__ import annotations
@@ -84,13 +81,12 @@ class PrefixTree:
         return node if node.key.equals(key) else None
 
     def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
-        """Change `nodes` in place to the nodes of the longest cached prefix of a prompt.
+        """Find the longest cached prefix of a prompt: change `nodes` to its nodes, one for each block.
 
         `keys`: the keys of the prompt's blocks, in order. `nodes`: the result of an earlier call for the same keys, or
-        empty. Nodes that have left the tree since are removed from its end, because a node in the tree has all its
-        ancestors there; then nodes that are new are appended.
+        empty. Only the end of the list changes, because a node leaves the tree before its ancestors.
         """
-        while nodes and self._node_by_hash.get(nodes[-1].hash) is not nodes[-1]:
+        while nodes and nodes[-1] not in self:
             nodes.pop()
         parent = nodes[-1] if nodes else None
         for index in range(len(nodes), len(keys)):
@@ -141,9 +137,10 @@ class PrefixTree:
         With a full-attention block, the blocks after it in the tree are evicted, too, leaves first: without the block,
         no prompt can use them. `keep_on_host`: copy the blocks to host memory, if there is any.
         """
-        root = block.node
-        assert root is not None
-        victims = [block] if block.kind != FULL_KIND else list_blocks_leaves_first(root)
+        victims = [block]
+        if block.kind == FULL_KIND:
+            assert block.node is not None
+            victims = list_blocks_leaves_first(block.node)
         for victim in victims:
             node, kind = victim.node, victim.kind
             assert node is not None
@@ -161,13 +158,13 @@ class PrefixTree:
         self._unlink(block)
 
     def clear(self) -> ClearedBlocks:
-        """Empty the tree. The caller frees the blocks that are unused."""
+        """Empty the prefix tree, and return the blocks that it had. The caller frees those that no sequence holds."""
         nodes = self._node_by_hash.values()
         blocks = ClearedBlocks(
-            [block for node in nodes for block in node.blocks if block is not None],
-            [block for node in nodes for block in node.host_blocks if block is not None],
+            on_device=[block for node in nodes for block in node.blocks if block is not None],
+            on_host=[block for node in nodes for block in node.host_blocks if block is not None],
         )
-        for block in chain(*blocks):
+        for block in chain(blocks.on_device, blocks.on_host):
             block.node = None
             block.is_pending = False
         self._node_by_hash.clear()
@@ -210,10 +207,10 @@ class PrefixTree:
         self._host_order.mark_node_removed(node)
 
     def check_invariants(self) -> None:
-        """Assert that nodes, their blocks and the eviction orders agree.
+        """Assert that the prefix tree's nodes, their blocks and the eviction orders agree.
 
-        Every node has a block in at least one memory. The parent of a held block is held, and the parent of a computed
-        block is computed.
+        Every node has a block in device or host memory. The parent of a block that a sequence holds is held, and the
+        parent of a computed block is computed.
         """
         self._device_order.check_nodes(self.nodes())
         self._host_order.check_nodes(self.nodes())

@@ -3,15 +3,13 @@
 A **conversation** is a sequence of requests: a prompt that begins with (nearly) the whole prompt of an earlier request
 is the next **turn** of its conversation. Turns are put into **classes**, by their number in the conversation and by the
 blocks that the last one added. Prefixes that several conversations share are classes of their own. For every class, the
-returns and the gaps before them are counted. Conversations are remembered after their blocks were evicted, so that the
-counts do not depend on which blocks stay cached.
+returns and the gaps before them are counted, also for conversations without blocks in the cache. The clock counts
+blocks of prompts.
 
 A turn that ended `age` ago has the value `return share / max(gap, age)`: expected hits of a block per unit of time. The
 gap is the geometric mean of the class's gap and the turn's own last gap. So a turn keeps its value until its return is
 due, and loses it afterwards, as in LRU. Among turns that are equally far from being due, the youngest is evicted first.
 So if requests repeat a cycle that is larger than the cache, a part of the cycle stays cached.
-
-The clock counts blocks of prompts. Refuses to know pools, tokens and time of day.
 """
 
 from __future__ import annotations
@@ -53,7 +51,8 @@ class TurnClass(NamedTuple):
 class ConversationTurn:
     """One request of a conversation: it repeats the prompt of the previous request, and adds to it.
 
-    Also stands for a prefix that several conversations share, as a system prompt. Then `turn_count` is their number.
+    Time is counted in blocks: `end_clock` and `gap_blocks` are numbers of blocks in the prompts of all conversations.
+    A prefix that several conversations share, such as a system prompt, is recorded as a turn, too.
     """
 
     prompt_blocks: int
@@ -63,19 +62,22 @@ class ConversationTurn:
     added_blocks: int
     """Number of blocks that neither the previous turn nor the shared prefix had."""
     turn_count: int = 1
-    """Number of turns of the conversation up to this one."""
+    """Number of turns of the conversation up to this one; for a shared prefix, number of conversations."""
     is_shared_prefix: bool = False
     previous: ConversationTurn | None = None
     gap_blocks: int | None = None
-    """Blocks in the prompts of all conversations between the previous turn and this one; None for a first turn."""
+    """Time between the end of the previous turn and this one; None for a first turn."""
     end_clock: int = 0
-    """Blocks in the prompts of all conversations until this turn ended."""
+    """Time when this turn ended."""
     continuation_hash: int | None = None
     """Hash of the block by which the next turn is recognised; None if all blocks are shared."""
 
 
 class ReuseCounts:
-    """Counts how many turns of one class returned, and after how long. Halving the counts forgets old turns."""
+    """Counts how many conversation turns of one class were followed by a next turn ("returned"), and how soon.
+
+    The counts are halved now and then, so that old turns are forgotten.
+    """
 
     __slots__ = ("gap_log2_sum", "return_count", "turn_count")
 
@@ -84,19 +86,19 @@ class ReuseCounts:
         self.turn_count = _PRIOR_TURNS
         self.return_count = _PRIOR_TURNS / 2
         self.gap_log2_sum = self.return_count * math.log2(gap_estimate)
-        """Sum of log2 of the gaps before the returns."""
+        """Sum of log2 of the gaps before the returns, from which the geometric mean of the gaps follows."""
 
     def record_turn(self) -> None:
         self.turn_count += 1
         if self.turn_count > _HALVE_AT_TURNS:
-            self.turn_count = self.turn_count / 2
+            self.turn_count /= 2
             if self.return_count > _RETURNS_MIN:
-                self.return_count = self.return_count / 2
-                self.gap_log2_sum = self.gap_log2_sum / 2
+                self.return_count /= 2
+                self.gap_log2_sum /= 2
 
-    def record_return(self, gap: int) -> None:
+    def record_return(self, gap_blocks: int) -> None:
         self.return_count += 1
-        self.gap_log2_sum += math.log2(max(1, gap))
+        self.gap_log2_sum += math.log2(max(1, gap_blocks))
 
     @property
     def return_share(self) -> float:
@@ -120,9 +122,9 @@ class ReuseStats:
     """Remembers recent conversations, and counts for each class of turns how often they return."""
 
     def __init__(self, capacity_blocks: int, block_tokens: int) -> None:
-        """Start without conversations. `block_tokens`: tokens of a block.
+        """Start without conversations. A turn is one request of a conversation; it returns when the next turn comes.
 
-        `capacity_blocks`: blocks of the cache, and the number of conversations that are remembered.
+        `capacity_blocks`: number of blocks in the KV cache. As many conversations are remembered.
         """
         self.clock = 0
         """Number of blocks in the prompts of all requests so far."""
@@ -131,18 +133,21 @@ class ReuseStats:
         self._last_turns: BoundedDict[int, ConversationTurn] = BoundedDict(capacity_blocks)
         """Last turn of each conversation by its `continuation_hash`, oldest first."""
         self._uncounted_turns: OrderedDict[ConversationTurn, None] = OrderedDict()
-        """Turns that have not returned, and may still do so, oldest first. They are in no counts yet."""
+        """Turns that have not returned and may still do so, oldest first. No `ReuseCounts` has counted them yet."""
         self._shared_prefixes: BoundedDict[int, ConversationTurn] = BoundedDict(capacity_blocks)
         """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
         self._counts_by_class: dict[TurnClass, ReuseCounts] = {}
-        """How often the turns of each class returned, and after how long."""
-        self._mean_reuse = MeanReuse(0.5, math.log2(capacity_blocks))
+        self._mean_reuse = MeanReuse(return_share=0.5, gap_log2=math.log2(capacity_blocks))
         """Last result of `compute_mean_reuse`."""
         self._mean_reuse_clock = -1
         """Clock when `_mean_reuse` was computed."""
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
-        """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
+        """Record a request as a turn of the conversation that its prompt continues, or as the first turn of a new one.
+
+        `block_hashes`: hashes of the prompt's blocks, each of which covers all blocks before it. The first `hit_blocks`
+        blocks were cached.
+        """
         prompt_blocks = len(block_hashes)
         self.clock += prompt_blocks
         previous_turn = self._take_previous_turn(block_hashes)
@@ -153,7 +158,8 @@ class ReuseStats:
         else:
             turn = self._continue_turn(previous_turn, prompt_blocks)
         if prompt_blocks > turn.shared_blocks:
-            # Not the last block: a chat template may end a prompt with tokens that the next turn does not repeat.
+            # Recognise the next turn by the second last block: a chat template may end a prompt with tokens that the
+            # next turn does not repeat.
             turn.continuation_hash = block_hashes[max(turn.shared_blocks, prompt_blocks - 2)]
         return turn
 

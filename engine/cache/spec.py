@@ -25,16 +25,17 @@ def ceil_div(count: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Attention layers that share one block table."""
+    """A group of attention layers that share one block table: a block holds the KV of all its layers."""
 
     kind: str
-    """FULL_ATTENTION or SLIDING_WINDOW: the `kv_cache_spec_kind` of the group's events."""
+    """FULL_ATTENTION or SLIDING_WINDOW. KV cache events report it as `kv_cache_spec_kind`."""
     layer_indices: tuple[int, ...]
-    """Indices of the layers in the model. Their order here is that of the layer axis of the group's blocks."""
+    """Indices of the layers in the model, in the order of the layer axis of a block."""
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
     sliding_window: int | None = None
+    """Number of tokens that a query sees; None for full attention."""
 
     @property
     def token_bytes(self) -> int:
@@ -53,34 +54,39 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All that the cache must know about a model."""
+    """Shape of a model's KV cache, from which the sizes of its blocks follow.
+
+    Every group of attention layers has its own kind of blocks, and recurrent state is the last kind. Memory is divided
+    into units of equal size, each of which holds blocks of one kind.
+    """
 
     block_size: int
     """Tokens of a block, the same in every group."""
     groups: tuple[GroupSpec, ...]
     state: StateSpec | None = None
+    """The recurrent layers, such as Mamba; None if the model has none."""
 
     @property
     def state_kind(self) -> int:
-        """Kind of the blocks that hold states: the number of groups. Models without state have no such block."""
+        """Kind of the blocks that hold recurrent states: the index after the last group's."""
         return len(self.groups)
 
     def list_group_infos(self) -> list[GroupInfo]:
         """Return the response of /kv_cache/groups: attention groups, then recurrent state if the model has it."""
-        windows = [(group.kind, group.sliding_window) for group in self.groups]
+        kinds_and_windows = [(group.kind, group.sliding_window) for group in self.groups]
         if self.state is not None:
-            windows.append((MAMBA, None))
+            kinds_and_windows.append((MAMBA, None))
         return [
             GroupInfo(group_idx=index, kind=kind, block_size=self.block_size, sliding_window=window)
-            for index, (kind, window) in enumerate(windows)
+            for index, (kind, window) in enumerate(kinds_and_windows)
         ]
 
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
     def block_bytes_by_kind(self) -> list[int]:
-        """Return the bytes of a block of every kind; the kind of states, if there is one, comes last."""
-        block_bytes = [self.block_bytes(g) for g in range(len(self.groups))]
+        """Return the bytes of a block of every kind."""
+        block_bytes = [self.block_bytes(group) for group in range(len(self.groups))]
         return block_bytes if self.state is None else [*block_bytes, self.state.state_bytes]
 
     @property
@@ -92,18 +98,18 @@ class CacheSpec:
         return self.unit_bytes // self.block_bytes(group)
 
     def blocks_per_unit_by_kind(self) -> list[int]:
-        """Return the blocks of every kind that a unit holds; the kind of states, if there is one, comes last."""
-        return [self.blocks_per_unit(g) for g in range(len(self.groups))] + [1] * (self.state is not None)
+        """Return how many blocks of every kind a unit holds. Of recurrent states, it holds one."""
+        block_counts = [self.blocks_per_unit(group) for group in range(len(self.groups))]
+        return block_counts if self.state is None else [*block_counts, 1]
 
     @property
     def padding_share(self) -> float:
-        """Share of a unit, 0 .. 1, that the kind which fits worst leaves unused."""
         return self.compute_padding_share(self.unit_bytes)
 
     def compute_padding_share(self, unit_bytes: int) -> float:
         """Return the share of a unit of `unit_bytes` bytes, 0 .. 1, that the kind which fits worst leaves unused."""
-        padding_bytes = [unit_bytes % self.block_bytes(g) for g in range(len(self.groups))]
-        if self.state is not None:  # a unit holds one state, never two
+        padding_bytes = [unit_bytes % self.block_bytes(group) for group in range(len(self.groups))]
+        if self.state is not None:
             padding_bytes.append(unit_bytes - self.state.state_bytes)
         return max(padding_bytes) / unit_bytes
 

@@ -1,28 +1,21 @@
 """Recurrent states in the pool: one for every running sequence, and the checkpoints that sequences resume from.
 
 A checkpoint is a copy of a sequence's state, taken when the sequence is computed exactly to the end of a block. The
-node of that block in the prefix tree has it: it is the state *after* that prefix. A checkpoint takes a whole unit, so
-few are taken:
+node of that block in the prefix tree has it. A checkpoint takes a whole unit, so few are taken:
 
 - at the end of the prompt's cached blocks, if the last checkpoint is before that: other prompts may branch there, too;
 - at the end of the prompt's last full block, where a repetition or the next turn resumes;
 - at the end of the common prefix with a waiting request, which waits for the checkpoint;
-- where a long chunk of a prefill ends because the step's budget does, if a unit of memory is free: few prompts resume
-  there, and evictions for these states lose more hits than they give (docs/measurements/cache.md);
+- where a long chunk of a prefill ends because the step's budget does, if a unit of memory is free;
 - in decode, at the end of each block. A sequence keeps only its last one, the rolling checkpoint: the one before is
   evicted, unless another sequence has reached it or resumed from it.
 
 The first three are planned: a chunk ends there at the latest.
 
-Which state is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs that it saves per byte. SGLang
-keeps its states in a pool and an LRU list of their own. Here states and KV compete for the same units
-(`LruOrder`). The value of a state is the number of blocks between the checkpoint before it and itself, because
-these need not be computed again. A checkpoint is superseded once a later one of the same prefix was taken, unless the
-tree branches there. Few requests resume from a superseded checkpoint. So its value is small until it is used, and it
-does not count as the checkpoint before another.
-
-Owns planned checkpoints, the checkpoints that a step takes, and the state copies of a plan. Refuses to know attention
-blocks.
+The value of a state for eviction is the number of blocks since the checkpoint before it, which need not be computed
+again. Marconi (MLSys 2025) weighs states by FLOPs saved per byte. A checkpoint is superseded once a later one of the
+same prefix was taken, unless the tree branches there. Few requests resume from it, so its value is small until it is
+used.
 """
 
 from __future__ import annotations
@@ -53,21 +46,21 @@ def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
 
 @dataclass(slots=True)
 class _SequenceState:
-    """Recurrent state of one running sequence, and the copies of it (checkpoints) that are planned or just taken."""
+    """Recurrent state of one running sequence, and the copies of it (checkpoints) that are planned or just taken.
+
+    Other requests with prompts that begin with the same tokens resume from a checkpoint.
+    """
 
     block: StateBlock
     """The sequence's own state, which every step changes."""
-    source_checkpoint: StateBlock | None
+    source_checkpoint: StateBlock | None = None
     """Checkpoint that the sequence's first step copies, held until that step is over."""
     needs_init: bool = True
     """Whether the step being planned has to restore or zero the state."""
     planned_checkpoints: dict[int, int] = field(default_factory=dict)
-    """Number of blocks before a planned checkpoint -> hash of the last of these blocks; ascending.
-
-    A waiting request that has the same hash after as many blocks can resume from the checkpoint.
-    """
+    """Number of blocks before a planned checkpoint -> hash of the tokens in these blocks; ascending."""
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
-    """End of a chunk, in tokens -> checkpoint that its step takes, until the step is committed."""
+    """Number of computed tokens -> checkpoint that a step in flight takes there."""
     rolling_checkpoint: StateBlock | None = None
     """Last checkpoint taken in decode."""
 
@@ -84,8 +77,9 @@ class StateCheckpoints:
         host_tier: HostTier,
         allocate: Callable[[int], Block | None],
     ) -> None:
-        """Start without sequences. `kind`: number of the kind of blocks that hold states.
+        """Start without sequences. `kind`: the index of recurrent states among the kinds of blocks in the `pool`.
 
+        Checkpoints are saved at nodes of the prefix `tree`. `host_tier`: host memory, to which evicted ones move.
         `allocate(kind)` returns a free block, perhaps after moving other blocks; None if there is no memory.
         """
         self._kind = kind
@@ -99,29 +93,41 @@ class StateCheckpoints:
         """Copies of states to checkpoints that the step being planned makes."""
 
     def create_state(self, seq: Sequence, node: Node | None, *, has_room_for_copy: bool) -> list[HostLoad]:
-        """Give `seq` a state, which the step being planned restores from a checkpoint, or zeroes. There must be room.
+        """Give a sequence a recurrent state, which its first step restores from a checkpoint, or sets to zero.
 
-        `node`: last node of the cached prefix, which has a checkpoint on the device or in host memory; None: the
-        sequence starts from zero. A checkpoint on the device is held until the first step has copied it. Without
-        `has_room_for_copy`, an unused checkpoint itself becomes the sequence's state. Returns the copy from host memory
-        that restores the state: one, or none.
+        `node`: last node of the sequence's cached prefix, which has a checkpoint on the device or in host memory; None:
+        nothing is cached. `has_room_for_copy`: whether there is memory to copy the checkpoint. If not, the sequence may
+        take the checkpoint itself. Returns the copy from host memory that restores the state, if there is any.
         """
-        checkpoint = host_block = None
-        if node is not None and node.can_resume():
-            checkpoint = node.checkpoint
-            assert checkpoint is not None
-            self._pool.acquire(checkpoint)
-            checkpoint.is_shared = True
-            if checkpoint.ref_count == 1 and not has_room_for_copy:
-                self._tree.detach(checkpoint)
-                self._set_state(seq, _SequenceState(checkpoint, None, needs_init=False))
-                return []
-        elif node is not None:  # hold the host's block before the allocation, which may evict blocks of the host
-            host_block = self._host_tier.pin(node, self._kind)
+        if node is None:
+            self._set_state(seq, _SequenceState(self._allocate_state()))
+            return []
+        if node.can_resume():
+            assert node.checkpoint is not None
+            self._resume_on_device(seq, node.checkpoint, has_room_for_copy=has_room_for_copy)
+            return []
+        host_block = self._host_tier.pin(node, self._kind)  # first, because the allocation may evict host blocks
+        block = self._allocate_state()
+        self._set_state(seq, _SequenceState(block, needs_init=False))
+        return [HostLoad(block, host_block)]
+
+    def _resume_on_device(self, seq: Sequence, checkpoint: StateBlock, *, has_room_for_copy: bool) -> None:
+        """Give a sequence a copy of a checkpoint; without room for a copy, the checkpoint itself if no other uses it.
+
+        The checkpoint is held until the sequence's first step has copied it.
+        """
+        self._pool.acquire(checkpoint)
+        checkpoint.is_shared = True
+        if checkpoint.ref_count == 1 and not has_room_for_copy:
+            self._tree.detach(checkpoint)
+            self._set_state(seq, _SequenceState(checkpoint, needs_init=False))
+        else:
+            self._set_state(seq, _SequenceState(self._allocate_state(), checkpoint))
+
+    def _allocate_state(self) -> StateBlock:
         block = self._allocate(self._kind)
         assert isinstance(block, StateBlock), "admitted without room for its state"
-        self._set_state(seq, _SequenceState(block, checkpoint, needs_init=host_block is None))
-        return [] if host_block is None else [HostLoad(block, host_block)]
+        return block
 
     def _set_state(self, seq: Sequence, state: _SequenceState) -> None:
         self._state_by_sequence[seq] = state
@@ -162,16 +168,17 @@ class StateCheckpoints:
         return last_boundary if is_long and last_boundary > seq.computed_tokens else end
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.
+        """Plan a checkpoint after the tokens [start, end), if they end a block and a checkpoint is due there.
 
-        Later prompts with the same prefix resume from it. If another sequence saved a checkpoint of this prefix, it is
-        marked as shared instead. `nodes`: nodes of the prefix tree for the sequence's blocks.
+        A checkpoint is a copy of the sequence's recurrent state, from which later prompts with the same prefix resume.
+        If another sequence took one at the same prefix, that is marked as shared instead. `nodes`: prefix tree nodes of
+        the sequence's blocks.
         """
         block_count, remainder = divmod(end, self._block_size)
         ends_at_block = not remainder and block_count <= len(nodes)
         is_planned = block_count in self._state_by_sequence[seq].planned_checkpoints
-        has_long_chunk = end - start >= _CHECKPOINT_CHUNK_TOKENS and self._pool.free_units > 0
-        is_due = is_planned or has_long_chunk or _is_decode(seq, start, end)
+        is_long_with_memory_free = end - start >= _CHECKPOINT_CHUNK_TOKENS and self._pool.free_units > 0
+        is_due = is_planned or is_long_with_memory_free or _is_decode(seq, start, end)
         if not ends_at_block or not is_due:
             return
         node = nodes[block_count - 1]
@@ -203,25 +210,30 @@ class StateCheckpoints:
             self._tree.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the copies of states to a plan: those that sequences resume from, and the checkpoints that they take.
+        """Add the copies of recurrent states to the plan of a step: restored states, and checkpoints to save.
 
-        From now on, the next plan may resume from these checkpoints.
+        Requests of the next step may resume from these checkpoints.
         """
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
             if state.needs_init:
-                state.needs_init = False
-                if state.source_checkpoint is None:
-                    plan.state_resets.append(state.block.unit.index)
-                else:
-                    plan.state_restores.append(_copy_state(state.source_checkpoint, state.block))
+                self._plan_init(state, plan)
             reached_block_counts = [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]
             for block_count in reached_block_counts:
                 del state.planned_checkpoints[block_count]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True
-        plan.state_checkpoints, self._planned_copies = self._planned_copies, []
+        plan.state_checkpoints = self._planned_copies
+        self._planned_copies = []
+
+    def _plan_init(self, state: _SequenceState, plan: StepPlan) -> None:
+        """Plan that the step copies the checkpoint from which a sequence resumes, or sets its state to zero."""
+        state.needs_init = False
+        if state.source_checkpoint is None:
+            plan.state_resets.append(state.block.unit.index)
+        else:
+            plan.state_restores.append(_copy_state(state.source_checkpoint, state.block))
 
     def commit(self, chunks: Items[Chunk]) -> None:
         """Record that a step with these chunks is computed."""
@@ -233,7 +245,7 @@ class StateCheckpoints:
                 self._commit_checkpoint(checkpoint, state, chunk)
 
     def _commit_checkpoint(self, checkpoint: StateBlock, state: _SequenceState, chunk: Chunk) -> None:
-        """Announce the copy of a sequence's state that was taken at the end of a computed chunk, and cache it.
+        """Cache a checkpoint: the copy of a sequence's recurrent state that a step took at the end of its chunk.
 
         While a sequence decodes, only its last checkpoint is worth the memory, so the one before that is evicted.
         """
@@ -241,7 +253,8 @@ class StateCheckpoints:
             self._pool.release(checkpoint)
             return
         self._tree.commit(checkpoint)
-        previous_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
+        previous_checkpoint = state.rolling_checkpoint
+        state.rolling_checkpoint = None
         if _is_decode(chunk.seq, chunk.start, chunk.end):
             state.rolling_checkpoint = checkpoint
             if previous_checkpoint is not None and previous_checkpoint.is_cached and not previous_checkpoint.is_shared:
@@ -273,15 +286,15 @@ class StateCheckpoints:
         seq.state_unit = None
 
     def _release_source(self, state: _SequenceState) -> None:
-        source, state.source_checkpoint = state.source_checkpoint, None
-        if source is not None:
-            self._release_checkpoint(source)
+        if state.source_checkpoint is not None:
+            self._release_checkpoint(state.source_checkpoint)
+            state.source_checkpoint = None
 
     def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
-        """Release a checkpoint, so that it may be evicted, and set its value: the blocks since the previous checkpoint.
+        """Release the saved recurrent state of a prefix, so that it may be evicted, and set its value for eviction.
 
-        These need not be computed again thanks to the checkpoint. A superseded checkpoint, after which a later one was
-        taken, has less value, because few requests resume from it.
+        The value is the number of blocks since the previous checkpoint, because the checkpoint saves computing these.
+        It is lower if a later checkpoint supersedes this one, because then few requests resume from it.
         """
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
@@ -290,10 +303,10 @@ class StateCheckpoints:
             return
         previous_node = self._find_previous_checkpoint(node)
         if not is_superseded:
-            # Few requests resume from superseded checkpoints, so these do not count as previous.
-            while previous_node is not None and previous_node.has_superseded_state():
+            while previous_node is not None and previous_node.has_superseded_state():  # hardly used, so passed over
                 previous_node = self._find_previous_checkpoint(previous_node)
-        saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
+        previous_depth = -1 if previous_node is None else previous_node.depth
+        saved_blocks = node.depth - previous_depth
         checkpoint.value = compute_state_value(saved_blocks, is_superseded=is_superseded)
         self._pool.release(checkpoint)
 
@@ -342,7 +355,7 @@ def _is_decode(seq: Sequence, start: int, end: int) -> bool:
 
 
 class NoStates:
-    """Null object for a model without recurrent states."""
+    """Stands for `StateCheckpoints` in a model without recurrent states: there is nothing to save or restore."""
 
     def create_state(self, seq: Sequence, node: Node | None, *, has_room_for_copy: bool) -> list[HostLoad]:
         return []
@@ -359,6 +372,14 @@ class NoStates:
     def _do_nothing(self, *arguments: object) -> None:
         pass
 
-    plan_checkpoint = cancel_planned = release = _do_nothing
-    reserve_checkpoint = save_checkpoint = attach_checkpoint = release_new_checkpoint = _do_nothing
-    fill_plan = commit = drop_pending = check_invariants = _do_nothing
+    plan_checkpoint = _do_nothing
+    cancel_planned = _do_nothing
+    reserve_checkpoint = _do_nothing
+    save_checkpoint = _do_nothing
+    attach_checkpoint = _do_nothing
+    fill_plan = _do_nothing
+    commit = _do_nothing
+    release_new_checkpoint = _do_nothing
+    drop_pending = _do_nothing
+    release = _do_nothing
+    check_invariants = _do_nothing

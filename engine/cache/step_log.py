@@ -3,8 +3,6 @@
 While a step is planned, the blocks that it fills are **registered**: they enter the prefix tree, where later requests
 of the same step find them. When the step is computed, they are **committed**: announced by an event, or merged with an
 identical block. If the last token of a block is not sampled yet, the block is registered when its step is committed.
-
-Knows nothing of admission, and of how memory is found.
 """
 
 from __future__ import annotations
@@ -60,11 +58,10 @@ class StepLog:
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
-        """Start with no step in flight.
+        """Start with no step planned or in flight.
 
-        The log changes these parts of a `KVCache`: `hasher` computes the keys under which blocks are registered in the
-        prefix `tree`, `pool` holds the blocks' memory, `states` takes checkpoints of recurrent states at the ends of
-        blocks, and `host_tier` has the blocks that steps load.
+        `hasher` computes the keys under which blocks are put into the prefix `tree`. `pool` owns the blocks' memory.
+        `states` saves recurrent states at the ends of blocks. `host_tier` has evicted blocks, which steps load again.
         """
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
@@ -77,25 +74,25 @@ class StepLog:
         self._steps_in_flight: deque[PendingStep] = deque()
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Register the blocks that are full once `end` tokens are computed, so that other requests find them.
+        """Put the blocks that a planned step fills into the prefix tree, where other requests find them.
 
-        With blocks of 16 tokens and `end` 40, these are blocks 0 and 1. The key of a block is a hash of its tokens. So
-        if the last token is not sampled yet, the block is registered when the step being planned is committed. Does
-        nothing for a detached sequence.
+        `end`: tokens of the sequence that are computed after the step. With blocks of 16 tokens and `end` 40, blocks 0
+        and 1 are full. If the step before has yet to sample the last token, the block has no hash. Then it is put into
+        the tree when the planned step is committed. Detached sequences keep their blocks out of the tree.
         """
         full_count, remainder = divmod(end, self._block_size)
-        if full_count <= len(seq_blocks.nodes) or seq_blocks.is_detached:
+        has_new_full_block = full_count > len(seq_blocks.nodes)
+        if not has_new_full_block or seq_blocks.is_detached:
             return
         seq = seq_blocks.seq
         is_last_token_sampled = end <= len(seq.token_ids)
-        if not is_last_token_sampled:
-            if not remainder:
-                self._planning_step.late_block_end_by_sequence[seq_blocks] = end
-                self._states.save_checkpoint(seq, None, end)
-            return
-        self._add_nodes(seq_blocks, full_count, self._planning_step)
-        if not seq_blocks.is_detached:
-            self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
+        if is_last_token_sampled:
+            self._add_nodes(seq_blocks, full_count, self._planning_step)
+            if not seq_blocks.is_detached:  # a hash collision detaches it
+                self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
+        elif not remainder:
+            self._planning_step.late_block_end_by_sequence[seq_blocks] = end
+            self._states.save_checkpoint(seq, None, end)
 
     def plan_loads(self, loads: Iterable[HostLoad]) -> None:
         """Load pinned blocks of host memory with the step being planned, parents first."""
@@ -152,16 +149,17 @@ class StepLog:
     def _add_nodes(
         self, seq_blocks: SequenceBlocks, full_count: int, step: PendingStep, *, is_computed: bool = False
     ) -> None:
-        """Register the sequence's first `full_count` blocks, as far as they are not. Detach it on a hash collision.
+        """Put those of a sequence's first `full_count` blocks into the prefix tree that are not yet there.
 
-        `step`: the step that fills the blocks. `is_computed`: the blocks are computed already. They cannot be merged
-        with a block that another step in flight is still to compute, so registration stops there.
+        `step`: the step that fills the blocks. `is_computed`: whether they are computed already. Then no block can be
+        merged with one that another step has yet to compute, so the first such block and all after it stay out.
         """
-        first_index, nodes = len(seq_blocks.nodes), seq_blocks.nodes
+        nodes = seq_blocks.nodes
+        first_index = len(nodes)
         keys = self._hasher.compute_keys(seq_blocks.seq, full_count)
         for key in keys[first_index:full_count]:
             node = self._tree.get_or_create(key, nodes[-1] if nodes else None)
-            if node is None:
+            if node is None:  # a hash collision: another prefix has the same hash
                 self.detach(seq_blocks)
                 break
             if is_computed and node.is_pending(self._groups):
@@ -177,7 +175,8 @@ class StepLog:
         If the node already has another block with the same content, the two are merged when the step is committed.
         """
         node = seq_blocks.nodes[index]
-        own_block, tree_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
+        own_block = seq_blocks.blocks_by_group[group][index]
+        tree_block = node.blocks[group]
         if own_block is None or own_block is tree_block:
             return
         if tree_block is None:

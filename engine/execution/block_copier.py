@@ -1,9 +1,8 @@
 """Copies of blocks before a step is computed: within the device's memory, and between device and host memory.
 
-Owns the host's memory. On a CPU the thread that computes a step also copies. On a GPU, blocks for the host are first
-copied to a staging buffer on the GPU, in order with the steps. A second stream copies that buffer to the host while
-steps are computed. Blocks from the host are copied in order with the steps, after all earlier copies to the host. So
-the result is the same as if the copies were performed one by one.
+On a GPU, blocks for the host are first copied to a staging buffer on the GPU, in order with the steps. A second stream
+copies that buffer to the host while steps are computed. Blocks from the host are copied in order with the steps, after
+all earlier copies to the host. So the result is the same as if the copies were performed one by one.
 """
 
 from __future__ import annotations
@@ -41,27 +40,31 @@ class BlockCopier:
     """Copies blocks within the pool on the device, and between the pool and host memory, which it owns."""
 
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
-        """Allocate `host_units` units of host memory. Raises RuntimeError if that is impossible.
+        """Allocate host memory for blocks that are evicted from the device. Raises RuntimeError if that is impossible.
 
-        buffer: memory of the pool on the device, [units * stride] bytes. stride: bytes from one unit to the next.
+        `buffer`: KV cache memory of the device. It is divided into units, which hold one or more blocks each. `stride`:
+        bytes from one unit to the next. `host_units`: number of units in host memory.
         """
         self._device = buffer
         self._is_gpu = buffer.device.type != "cpu"
         self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=self._is_gpu and host_units > 0)
         if not self._is_gpu:
-            self._host.zero_()  # so that the system gives the memory now and not within a step, as it does when pinned
+            self._host.zero_()  # the system gives memory when it is first written, which must not happen in a step
+
         self._stride = stride
-        self._layouts = [BlockLayout(spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))]
-        """Layout of each kind of blocks: the attention groups, then recurrent state."""
+        groups = range(len(spec.groups))
+        self._layouts = [BlockLayout(spec.blocks_per_unit(group), spec.block_bytes(group)) for group in groups]
+        """Layout of each kind of blocks: one for each group of attention layers, then recurrent state."""
         if spec.state is not None:
             self._layouts.append(BlockLayout(1, stride))
+
         self.copy_s = 0.0
         """Seconds that the computing thread has spent on copies to the host and back."""
         if self._is_gpu and host_units:
             self._copy_stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-            size = max(STAGING_BYTES, *(layout.block_bytes for layout in self._layouts))
-            self._staging = [torch.empty(size, dtype=torch.uint8, device=buffer.device) for _ in range(2)]
-            """Two staging buffers, which take turns: the first is filled next."""
+            staging_bytes = max(STAGING_BYTES, *(layout.block_bytes for layout in self._layouts))
+            self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=buffer.device) for _ in range(2)]
+            """GPU buffers from which blocks are copied to the host, in turns: the first is filled next."""
             self._staging_events: list[torch.cuda.Event | None] = [None, None]
             """Event that each buffer's last copy to the host has ended; None: it was not used yet."""
 
@@ -120,24 +123,26 @@ class BlockCopier:
             self.copy_s += time.perf_counter() - start_s
 
     def _stage_to_host(self, block_copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream.
+        """Copy blocks from the GPU to host memory while forward steps go on.
 
-        Two buffers take turns: steps go on while one of them is copied to the host.
+        The stream of the steps copies blocks to a staging buffer on the GPU. A second stream copies that buffer to the
+        host, while the first stream goes on, and fills another buffer.
         """
         step_stream = torch.cuda.current_stream(self._device.device)
         staged_blocks: list[StagedBlock] = []
         staged_bytes = 0
-        for kind, source, target, _ in block_copies:
-            block = self._view_block(self._device, kind, source)
-            if staged_bytes + len(block) > len(self._staging[0]):
-                self._flush_staging(staged_blocks, step_stream)
+        for kind, source_id, target_id, _ in block_copies:
+            block = self._view_block(self._device, kind, source_id)
+            has_room = staged_bytes + len(block) <= len(self._staging[0])
+            if not has_room:
+                self._flush_staging(staged_blocks, step_stream)  # swaps the buffers
                 staged_blocks, staged_bytes = [], 0
             last_flush = self._staging_events[0]
             if not staged_blocks and last_flush is not None:
                 step_stream.wait_event(last_flush)  # this buffer's earlier contents must be on the host
             staged = self._staging[0][staged_bytes : staged_bytes + len(block)]
             staged.copy_(block)
-            staged_blocks.append(StagedBlock(staged, self._view_block(self._host, kind, target)))
+            staged_blocks.append(StagedBlock(staged, self._view_block(self._host, kind, target_id)))
             staged_bytes += len(block)
         self._flush_staging(staged_blocks, step_stream)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
@@ -24,11 +25,14 @@ class AssignedRows(NamedTuple):
     rows: IntArray
     """[sequences]"""
     new_rows: list[int]
-    """Those that were assigned just now."""
+    """Rows that were assigned just now."""
 
 
 class RowAllocator:
-    """Assigns a row of the per-sequence tables to each running sequence, as long as it is in every step."""
+    """Assigns each running sequence a row in tables that stay on the device from step to step, such as block tables.
+
+    A sequence keeps its row as long as it is in every step, so that only changes of the row are written.
+    """
 
     def __init__(self, row_count: int) -> None:
         """Start with all rows free. `row_count`: most sequences of a step."""
@@ -44,9 +48,11 @@ class RowAllocator:
         new_rows = []
         for seq in sequences:
             if seq not in self._row_by_sequence:
-                self._row_by_sequence[seq] = self._free_rows.pop()
-                new_rows.append(self._row_by_sequence[seq])
-        return AssignedRows(np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows)
+                row = self._free_rows.pop()
+                self._row_by_sequence[seq] = row
+                new_rows.append(row)
+        rows = np.array([self._row_by_sequence[seq] for seq in sequences], np.int64)
+        return AssignedRows(rows, new_rows)
 
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""
@@ -58,18 +64,18 @@ class BlockTables:
     """Holds the block tables of one attention group where the kernels read them, a row for each running sequence."""
 
     def __init__(self, group: int, kv: PagedKV, row_count: int, blocks_max: int, device: torch.device | None) -> None:
-        """Make tables of `row_count` sequences of at most `blocks_max` blocks.
+        """Make empty tables for `row_count` sequences of at most `blocks_max` blocks each.
 
-        `group`: index of the attention group. `kv`: where its blocks lie in the cache's memory. `device`: device on
-        which kernels read the tables; None: they read them on the host.
+        `group`: index of the group of attention layers. `kv`: where the group's blocks lie in memory. `device`: the GPU
+        on which kernels read the tables; None: kernels read them on the host.
         """
         self._group = group
         self._kv = kv
         self._device = device
         self._host_tables = np.zeros((row_count, blocks_max), np.int64)
-        self._device_tables = (
-            None if device is None else torch.zeros(blocks_max, row_count, dtype=torch.int32, device=device)
-        )
+        self._device_tables: Tensor | None = None
+        if device is not None:
+            self._device_tables = torch.zeros(blocks_max, row_count, dtype=torch.int32, device=device)
         self._written_counts = np.zeros(row_count, np.int64)
         """[rows]: number of blocks that each row holds."""
         self._written_versions = np.zeros(row_count, np.int64)
@@ -82,10 +88,11 @@ class BlockTables:
         rows: IntArray,
         new_rows: list[int],
     ) -> None:
-        """Write the blocks that each sequence of a step gained since the sequence's row was last written.
+        """Write the blocks that each sequence of a step gained since its row of the block table was last written.
 
-        chunks, ends, rows: chunk, end of the context and row of each sequence. `new_rows`: rows that were assigned for
-        this step. They, and rows in which blocks were replaced (`table_version`), are written from their first block.
+        `chunks`, `ends`, `rows`: the step's tokens, the context length and the row of each sequence. `new_rows`: rows
+        of sequences that were not in the last step. These rows are written from their first block, as are rows in which
+        blocks were replaced, so that `table_version` has changed.
         """
         if new_rows:
             self._written_counts[new_rows] = 0
@@ -102,22 +109,21 @@ class BlockTables:
             )
 
     def _write_new_blocks(self, chunks: list[Chunk], rows: list[int], written_counts: list[int]) -> None:
-        """Write to the table row of each sequence the blocks that the row lacks.
+        """Write to each sequence's row of the block table the blocks that the row lacks.
 
         `rows[i]`: row of the sequence of `chunks[i]`. The row holds the first `written_counts[i]` blocks already.
         """
         row_count = len(self._host_tables)
         flat_indices: list[int] = []
-        """Index of each new block in all tables, laid out as [blocks, rows]: block index * row_count + row."""
+        """Index of each new block in the flat table [blocks, rows]: block index * row_count + row."""
         new_blocks: list[BlockId] = []
         for chunk, row, written_count in zip(chunks, rows, written_counts):
             table = chunk.seq.block_tables[self._group]
-            assert len(table) * self._kv.block_size >= chunk.end, (
-                f"{chunk.seq.request.request_id}: fewer blocks than tokens"
-            )
+            token_capacity = len(table) * self._kv.block_size
+            assert token_capacity >= chunk.end, f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             new_blocks += table[written_count:]
-            first_index, end_index = written_count * row_count + row, len(table) * row_count + row
-            flat_indices += range(first_index, end_index, row_count)
+            first_index = written_count * row_count + row
+            flat_indices += range(first_index, len(table) * row_count + row, row_count)
             self._written_counts[row] = len(table)
         self._write(np.array(flat_indices, np.int64), np.array(new_blocks, np.int64))
 

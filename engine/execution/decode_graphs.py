@@ -1,8 +1,7 @@
 """CUDA graphs of decode steps: each padded batch size is recorded once, and replayed instead of launching kernels.
 
-Owns the inputs of fixed shape that a recorded step reads. A graph is recorded ahead, or when its size is first needed,
-and shares its memory with the others. A batch that fits no size is computed without a graph, as is a size that cannot
-be recorded. The recording itself is an argument, so that the rest is tested without a GPU.
+A batch that fits no size is computed without a graph, as is a size that cannot be recorded. The recording itself is an
+argument, so that the rest is tested without a GPU.
 
 Invariant: rows past the batch are padding with no slot, no context and no state, so they change nothing.
 """
@@ -48,9 +47,8 @@ class Capture(Protocol):
 class CudaCapture:
     """Records computations as CUDA graphs, which replay many kernels at the cost of one launch.
 
-    All graphs share one memory pool and one stream. One stream, because cuBLAS has a workspace (32 MiB on Hopper) for
-    each stream, and recorded products keep its address. Torch frees the workspaces of a stream when any graph recorded
-    on it is destroyed. So all graphs are kept until `reset`, even after a failed recording.
+    All graphs share one memory pool and one stream, because cuBLAS allocates a workspace for each stream. PyTorch frees
+    that workspace when any graph of the stream is destroyed. So all graphs are kept until `reset`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,22 +57,23 @@ class CudaCapture:
         self.reset()
 
     def reset(self) -> None:
+        """Free all graphs, none of which may be replayed after this."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Record a computation. See `Capture`."""
+        """Record a computation. Returns a function that repeats it, and the result, which is overwritten each time."""
         outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):  # restores the stream even if the recording fails
-            compute()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
-            # Thread-local: CUDA calls of other threads (NCCL's watchdog) must not make the recording fail.
+            compute()  # the first call compiles kernels and allocates workspaces, which must not be recorded
+            # "thread_local": CUDA calls of other threads, such as NCCL's watchdog, do not disturb the recording.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = compute()
-        outer_stream.wait_stream(self._stream)  # the streams run one after the other, because they share the tensors
+        outer_stream.wait_stream(self._stream)
         return graph.replay, result
 
 
@@ -108,16 +107,20 @@ class DecodeGraphs:
     ) -> None:
         """Start without recorded steps. `ops`: kernels, which must be `FixedPlanKernels`, too.
 
-        `kv`, `states`: the cache's memory by attention group, and by recurrent layer. `ropes`: tables of the model's
-        rotary settings. `blocks_max`: blocks of the longest sequence. `capture`: records steps.
+        `kv`: KV cache memory of each group of attention layers. `states`: memory of each recurrent layer. `ropes`:
+        tables of rotary embeddings. `blocks_max`: blocks of the longest sequence. `capture`: records a step as a graph.
         """
         assert isinstance(ops, FixedPlanKernels)
+        self._ops = ops
         self._plans: FixedPlanKernels = ops
-        self._model, self._ops = model, ops
-        self._kv, self._states, self._ropes = kv, states, ropes
+        self._model = model
+        self._kv = kv
+        self._states = states
+        self._ropes = ropes
         self._blocks_max = blocks_max
         self._capture = capture
         self._steps_by_size: dict[int, _RecordedStep | None] = {}
+        """Recorded step of each batch size; None: it could not be recorded."""
 
     def forward(
         self,
@@ -126,15 +129,16 @@ class DecodeGraphs:
         tables: Sequence[BlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
-        """Compute the hidden states of a batch of decodes, [sequences, hidden], by replaying a recorded step.
+        """Compute the hidden states of a batch of decodes, [sequences, hidden], by replaying a CUDA graph.
 
-        The batch is copied into the inputs of the recording first. `units`: [sequences], unit of the pool that holds
-        each sequence's recurrent state; None for a model without state. Returns None if the batch is too large, has
-        prompts, or could not be recorded: the caller then computes it without a recording.
+        The batch is first copied into the inputs of the graph, which was recorded for a batch of this size or a little
+        larger. `units`: [sequences], memory of each sequence's recurrent state; None for a model without state. Returns
+        None if the batch is too large, has prompts, or could not be recorded: the caller then launches the kernels.
         """
         count = batch.decode_count
         has_prompts = count < len(batch.context_lens)
-        if has_prompts or count > SIZES[-1]:
+        largest_size = SIZES[-1]
+        if has_prompts or count > largest_size:
             return None
         size = SIZES[bisect_left(SIZES, count)]  # the smallest that holds the batch; the rest is padding
         recorded_step = self._get_or_record(size)
@@ -167,7 +171,10 @@ class DecodeGraphs:
         return self._steps_by_size[size]
 
     def _record(self, size: int) -> _RecordedStep | None:
-        """Record the forward pass of a step that decodes `size` sequences; None, with a warning, if that fails."""
+        """Record the forward pass of a step that decodes `size` sequences as a CUDA graph, to replay it later.
+
+        Returns None, and logs a warning, if the recording fails.
+        """
         token_ids, positions = torch.zeros(2, size, dtype=torch.int64, device=self._ops.device)
         step = self._make_fixed_step(size)
         try:

@@ -41,28 +41,32 @@ class DevicePool:
         dtype: torch.dtype,
         host_unit_count: int = 0,
     ) -> None:
-        """Allocate the pool, of at least one unit. Raises RuntimeError if there is no memory for it."""
+        """Allocate the memory of the KV cache. Raises RuntimeError if there is not enough.
+
+        `unit_count`: units on the device, at least one. A unit holds one or more blocks, or a recurrent state.
+        `host_unit_count`: units of host memory. `dtype`: data type of keys and values.
+        """
         assert unit_count >= 1
         self.spec = spec
         self.device = device
         self.dtype = dtype
         self._unit_count = unit_count
-        self._stride = stride = compute_unit_stride(spec)
-        self.buffer = torch.empty(unit_count * stride, dtype=torch.uint8, device=device)
-        self.block_copier = BlockCopier(spec, self.buffer, stride, host_unit_count)
+        self._stride = compute_unit_stride(spec)
+        self.buffer = torch.empty(unit_count * self._stride, dtype=torch.uint8, device=device)
+        self.block_copier = BlockCopier(spec, self.buffer, self._stride, host_unit_count)
         self.kv = [
             PagedKV(
                 buffer=self.buffer.view(dtype),
-                elems_per_unit=stride // dtype.itemsize,
-                blocks_per_unit=spec.blocks_per_unit(g),
+                elems_per_unit=self._stride // dtype.itemsize,
+                blocks_per_unit=spec.blocks_per_unit(group_index),
                 block_size=spec.block_size,
                 num_layers=len(group.layer_indices),
                 num_kv_heads=group.num_kv_heads,
                 head_dim=group.head_dim,
             )
-            for g, group in enumerate(spec.groups)
+            for group_index, group in enumerate(spec.groups)
         ]
-        """The blocks of each attention group."""
+        """Views of the buffer as blocks, one for each group of attention layers."""
 
     def view_states(self, layout: StateLayout) -> list[LayerState]:
         """Return views of the recurrent states in all units, one for each layer; empty for a model without states."""

@@ -99,12 +99,11 @@ class Masks:
     def make_request(
         self, logits_row: int, state_row: int, seq: Sequence, end: int, banned_tokens: list[int]
     ) -> MaskRequest:
-        """Collect what a mask is made from: which tokens the grammar of `seq` allows at position `end`.
+        """Collect the inputs of the mask of the tokens that a sequence's grammar allows at position `end`.
 
         `logits_row`: row of the sequence in the logits of this step. `state_row`: its row in the tables that are kept
-        between steps. `banned_tokens`: tokens that may not be drawn now. The grammar matcher reads the tokens before
-        `end` first. The host may not know the last of them, which the previous step draws on the device: the matcher
-        reads it when the mask is made, but `read_tokens` counts it here.
+        from step to step. `banned_tokens`: tokens that min_tokens forbids. The mask is made after the grammar matcher
+        has read all tokens before `end`. The last of them may still be on the device, where the previous step draws it.
         """
         state = self._get_matcher_state(state_row, seq)
         host_end = min(end, len(seq.token_ids))
@@ -147,9 +146,10 @@ class Masks:
     def _compute_masks(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:
-        """Let the grammar matchers read their rows' new tokens, and make the mask of each row that needs one.
+        """Make the masks of the tokens that grammars allow next, one for each answer that its grammar constrains now.
 
-        If any row's last token is still on the device, wait for the previous step, which draws that token.
+        First, grammar matchers read the new tokens of their answers. If the previous step has yet to draw one of these,
+        `read_last_tokens` waits for that step.
         """
         last_tokens: Mapping[int, int] = {}
         if any(request.has_token_on_device for request in requests):
@@ -181,15 +181,18 @@ class Masks:
         return True
 
     def _advance_matcher(self, state: _MatcherState, constrained_tokens: list[int]) -> None:
-        """Let the grammar matcher read tokens. If it fails, set `state.failure`, which `_finish_mask` reports."""
+        """Let an answer's grammar matcher read the tokens that the answer has got.
+
+        If a token does not match, or the matcher fails, `state.failure` gets the reason, with which the answer ends.
+        """
         if state.failure is not None:
             return
         try:
             if state.matcher is None:
                 state.matcher = self._grammars.make_matcher(state.constraint.lark_grammar)
             for token in constrained_tokens:
-                if state.matcher.is_stopped():
-                    break  # with ignore_eos the answer goes on after its end
+                if state.matcher.is_stopped():  # the grammar's text is complete, but with ignore_eos the answer goes on
+                    break
                 if not state.matcher.consume_token(token):
                     state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
                     break
@@ -197,10 +200,10 @@ class Masks:
             state.failure = describe_failure(error)
 
     def _fill_bits(self, states: list[_MatcherState], bits: MaskWords) -> None:
-        """Write to `bits[i]` the tokens that the matcher of `states[i]` allows next; nothing if the next one is free.
+        """Write to `bits[i]` the tokens that the grammar matcher of `states[i]` allows next, a bit for each token.
 
-        The grammar library makes several masks at once on its own threads, and writes them to the memory of `bits`. If
-        that fails, it makes one after the other, so that only the state of the matcher at fault gets a `failure`.
+        A row stays as it is if no grammar binds the next token. Several masks are made in parallel. If that fails, they
+        are made one by one, so that only the matcher at fault gets a `failure`.
         """
         live_rows = [index for index, state in enumerate(states) if _has_live_matcher(state)]
         if len(live_rows) > 1 and self._threads > 1:
@@ -208,7 +211,7 @@ class Masks:
                 self._fill_bits_in_parallel([(states[index].matcher, index) for index in live_rows], bits)
                 return
             except BaseException as error:  # noqa: BLE001 - a panic of llguidance is no Exception
-                describe_failure(error)
+                describe_failure(error)  # logs the error
         for index in live_rows:
             matcher = states[index].matcher
             assert matcher is not None
@@ -227,13 +230,14 @@ class Masks:
 
 
 def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | None:
-    """Return the new tokens that the grammar must match: those after the reasoning. None while reasoning goes on.
+    """Return the new tokens of an answer that its grammar must match: those after the reasoning, which is free text.
 
-    The first token of an answer decides whether it reasons. Until that token comes, `state.is_reasoning` is None.
+    Returns None while the reasoning goes on. The first token of an answer shows whether it begins with reasoning. Until
+    that token comes, `state.is_reasoning` is None.
     """
     constraint = state.constraint
-    if state.failure is not None:
-        return new_tokens  # so that `_finish_mask` reports the failure at once
+    if state.failure is not None:  # the answer ends with an error now
+        return new_tokens
     if state.is_reasoning is None and new_tokens:
         start_token = constraint.reasoning_start_token
         state.is_reasoning = start_token is None or new_tokens[0] == start_token
@@ -242,13 +246,14 @@ def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | 
     if constraint.reasoning_end_token not in new_tokens:
         return None
     state.is_reasoning = False
-    return new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
+    end_index = new_tokens.index(constraint.reasoning_end_token)
+    return new_tokens[end_index + 1 :]
 
 
 def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
-    """Change a row's mask in place: ban the tokens that min_tokens forbids, and allow reasoning to start.
+    """Complete an answer's mask of allowed tokens, in place: forbid what min_tokens bans, and let reasoning begin.
 
-    Returns the reason if the answer cannot go on; the mask then allows all tokens.
+    If the answer cannot go on, because its grammar matcher failed, allows all tokens and returns the reason.
     """
     state = request.state
     matcher = state.matcher
@@ -262,7 +267,8 @@ def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
     start_token = state.constraint.reasoning_start_token
     may_begin_reasoning = state.is_reasoning is None
     if start_token is not None and may_begin_reasoning:
-        row_bits[start_token // 32] |= np.uint32(1 << start_token % 32)
+        word, bit = divmod(start_token, 32)
+        row_bits[word] |= np.uint32(1 << bit)
     return None
 
 

@@ -1,11 +1,9 @@
 """Penalties on tokens that a sequence already has, and the token counts for them, which stay on the device.
 
 Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their counts, and the tokens of
-its prompt if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
-device operations for each distinct token. The host never waits for the device here.
-
-Memory is bounded: 8 bytes for each sequence and token of the longest context, and MAX_ENTRIES_AT_ONCE in a step. The
-measured step has as much, before the cache is sized.
+its prompt if repetition_penalty needs them. So the host counts a sequence's tokens only once, and never waits for the
+device. Memory is bounded: 8 bytes for each sequence and token of the longest context, and MAX_ENTRIES_AT_ONCE in a
+step.
 """
 
 from __future__ import annotations
@@ -78,22 +76,24 @@ class PenaltyStep:
 
 
 def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: torch.device) -> PenaltyRows | None:
-    """Collect the penalties of a batch; None if no sequence has any.
+    """Collect the repetition, presence and frequency penalties of a batch; None if no sequence has any.
 
-    `sequences`: one for each row of the logits. `table_rows`: row of each in the tables of counts.
+    `sequences`: one for each row of the logits. `table_rows`: row of each in the tables of token counts, which stay on
+    the device from step to step.
     """
     logits_rows = [row for row, seq in enumerate(sequences) if has_penalties(seq.request.params)]
     if not logits_rows:
         return None
-    params = [sequences[row].request.params for row in logits_rows]
+    penalised_sequences = [sequences[row] for row in logits_rows]
     penalised_table_rows = np.array([table_rows[row] for row in logits_rows], np.int64)
+    params = [seq.request.params for seq in penalised_sequences]
 
     def make_column(values: list[float]) -> Tensor:
         return copy_to_device(np.array(values, np.float32), device)[:, None]
 
     has_all_rows = len(logits_rows) == len(sequences)
     return PenaltyRows(
-        sequences=[sequences[row] for row in logits_rows],
+        sequences=penalised_sequences,
         table_rows=penalised_table_rows,
         device_table_rows=copy_to_device(penalised_table_rows, device),
         logits_rows=None if has_all_rows else copy_to_device(np.array(logits_rows, np.int64), device),
@@ -107,7 +107,10 @@ class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
     def __init__(self, row_count: int, vocab_size: int, device: torch.device, length_max: int | None = None) -> None:
-        """Make empty tables for `row_count` sequences of at most `length_max` tokens (None: of any length)."""
+        """Make empty tables of token counts, on the device, for `row_count` sequences.
+
+        `length_max`: most tokens of a sequence; None: no limit.
+        """
         self._row_count = row_count
         self._vocab_size = vocab_size
         self._width_max = vocab_size if length_max is None else min(vocab_size, length_max + 1)
@@ -115,10 +118,11 @@ class Penalties:
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
+        # These tables begin with one short row, and grow when a step needs more.
         self._token_ids = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
-        """[rows so far, room]: the distinct tokens of each row's sequence, in no order."""
+        """[rows, width]: the distinct tokens of each row's sequence, in no order."""
         self._output_counts = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
-        """[rows so far, room]: how often the output has each token; 0 if only the prompt has it."""
+        """[rows, width]: how often the output has each token; 0 if only the prompt has it."""
         self._token_counts = torch.zeros(row_count, dtype=torch.int64, device=device)
         """[rows]: number of distinct tokens of each row."""
 
@@ -158,10 +162,10 @@ class Penalties:
                 logits.index_copy_(0, batch.logits_rows[rows], row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Add the token drawn for each row to the row's counts. Called after `apply`.
+        """Add the token drawn for each sequence to the sequence's token counts on the device. Called after `apply`.
 
-        If the row has the token, its count grows by one. Else the token is written to the row's next free slot.
-        sampled_tokens: [all rows of the logits].
+        A row of the tables lists a sequence's distinct tokens and their counts. If the row has the token, its count
+        grows by one, else the token is appended with count 1. `sampled_tokens`: [all rows of the logits].
         """
         flat_token_ids, flat_output_counts = self._token_ids.view(-1), self._output_counts.view(-1)
         if batch.logits_rows is not None:
@@ -171,14 +175,14 @@ class Penalties:
             token_counts = self._token_counts.index_select(0, table_rows)
             is_match = self._token_ids[:, : step.width].index_select(0, table_rows) == sampled[:, None].int()
             is_match &= torch.arange(step.width, device=self._device) < token_counts[:, None]
-            is_present, match_slots = is_match.byte().max(1)
-            is_present = is_present.bool()
-            slots = torch.where(is_present, match_slots, token_counts)
-            places = table_rows * self._token_ids.shape[1] + slots
-            new_counts = torch.where(is_present, flat_output_counts.gather(0, places) + 1, 1)
-            flat_token_ids.index_copy_(0, places, sampled.int())
-            flat_output_counts.index_copy_(0, places, new_counts)
-            self._token_counts.index_copy_(0, table_rows, token_counts + ~is_present)
+            match_counts, match_columns = is_match.byte().max(1)
+            has_token = match_counts.bool()
+            columns = torch.where(has_token, match_columns, token_counts)
+            flat_indices = table_rows * self._token_ids.shape[1] + columns
+            new_counts = torch.where(has_token, flat_output_counts.gather(0, flat_indices) + 1, 1)
+            flat_token_ids.index_copy_(0, flat_indices, sampled.int())
+            flat_output_counts.index_copy_(0, flat_indices, new_counts)
+            self._token_counts.index_copy_(0, table_rows, token_counts + ~has_token)
 
     def _split_rows(self, batch: PenaltyRows, width: int) -> Iterator[slice]:
         """Yield the rows of a batch in parts of at most MAX_ENTRIES_AT_ONCE entries and 16 times as many logits."""

@@ -19,14 +19,14 @@ Order = Items[int]
 
 @dataclass(slots=True)
 class BatchState:
-    """Inputs of a step that stay the same while steps have the same sequences, and sample for the same ones."""
+    """Inputs of a step that the next step reuses if it has the same sequences, and samples for the same ones."""
 
     sequences: list[Sequence]
     """Sequences of the step, in the order in which the kernels take them: those with one token first."""
     sampled_chunks: Order
-    """Indices of the chunks for which a token is drawn. `sequences` has the same indices."""
+    """Indices of the sequences for which a token is drawn; the step computes one chunk of each sequence."""
     rows: IntArray
-    """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
+    """[sequences]: row of each sequence in the tables that stay on the device from step to step."""
     sampled_rows: list[int]
     """Rows of the sampled sequences."""
     sampled_device_rows: Tensor
@@ -72,11 +72,11 @@ class DeviceTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step as the device needs it, made on the host before anything is computed."""
+    """All inputs of a forward step, made on the host before anything is computed. A chunk is one sequence's tokens."""
 
     plan: StepPlan
     chunks: Items[Chunk]
-    """Chunks of the plan in the order of the kernels: those of one token first."""
+    """Chunks of the plan in the order in which the kernels take them: those of one token first."""
     order: Order
     """For each of `chunks`, its index in the plan: results are returned in the plan's order."""
     batch: RaggedBatch
@@ -90,7 +90,7 @@ class PreparedStep:
     selected: SelectedTokens
     """Tokens for which logits are computed."""
     batch_state: BatchState
-    """Inputs that depend only on the step's sequences, and that the next step may have, too."""
+    """Inputs that depend only on the step's sequences, so that the next step may reuse them."""
     sampling_inputs: SamplingInputs | None
     """None if this rank draws no token in the step."""
     device_tokens: DeviceTokens | None
@@ -104,17 +104,19 @@ def select_hidden_rows(
 ) -> tuple[IntArray | None, IntArray]:
     """Select the tokens of a step for which logits are computed.
 
-    These are the last token of each sampled chunk, and all tokens of the `prompt_logprob_chunks`. Returns their indices
-    (None: all tokens), and for each chunk the number of selected tokens before it, [chunks + 1]. With a sampled chunk
-    of 1 token and one of 3, the indices are [0, 3] and the second array is [0, 1, 2].
+    These are the last token of each chunk (one sequence's tokens) that samples, and all tokens of the
+    `prompt_logprob_chunks`. Returns the tokens' indices in the step (None: all tokens), and for each chunk the number
+    of selected tokens before it. With two chunks that sample, of 1 and 3 tokens, returns [0, 3] and [0, 1, 2].
     """
     ends = query_starts[1:]
-    begins = ends - np.array([chunk.should_sample for chunk in chunks], np.int64)
+    begins = ends - np.array([chunk.should_sample for chunk in chunks], np.int64)  # one token, or none
     begins[prompt_logprob_chunks] = query_starts[prompt_logprob_chunks]
-    if (begins == query_starts[:-1]).all():
+    selects_all = (begins == query_starts[:-1]).all()
+    if selects_all:
         return None, query_starts
-    rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-    return rows, np.concatenate([[0], np.cumsum(ends - begins)])
+    indices = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    selected_counts = np.cumsum(ends - begins)
+    return indices, np.concatenate([[0], selected_counts])
 
 
 def find_prompt_logprob_chunks(chunks: Items[Chunk]) -> list[int]:

@@ -1,9 +1,7 @@
 """Measures the memory of a step besides weights and cache, by computing the largest step before the cache is sized.
 
-The step has the most tokens and sequences that a step may have: chunks of prompts, and one token of each other
-sequence, all at the end of the longest context. All sequences draw a token with penalties, which need a copy of the
-logits and tables as wide as the most distinct tokens of a sequence, and with logprobs. With several ranks all of them
-must measure, as they communicate inside the step.
+All its sequences are at the end of the longest context, and draw a token with penalties and with logprobs. With several
+ranks all of them must measure, as they communicate inside the step.
 """
 
 from __future__ import annotations
@@ -19,25 +17,29 @@ from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, Step
 def make_largest_step(
     spec: CacheSpec, *, token_count: int, sequence_count: int, length_max: int, vocab_size: int
 ) -> tuple[StepPlan, int]:
-    """Make the largest step of at most `token_count` tokens in `sequence_count` sequences of `length_max` tokens.
+    """Make the plan of the forward step that needs most memory, to measure how much that is.
 
-    Returns the step, and the number of cache units that the pool must have for it. Results are not used, so the
-    sequences may overwrite each other's KV and state: all have the same blocks, of one unit for each attention group,
-    and the same state, in one more unit.
+    The step has up to `token_count` tokens of `sequence_count` sequences, each at the end of a context of `length_max`
+    tokens. Returns the plan, and the units of KV cache memory that it needs. These are few, because all sequences have
+    the same blocks, of one unit for each attention group, and the same recurrent state: nobody uses the results.
     """
+    unit_count = len(spec.groups)
+    block_count = ceil_div(length_max, spec.block_size)
     block_tables = []
     for group in range(len(spec.groups)):
-        blocks_per_unit, block_count = spec.blocks_per_unit(group), ceil_div(length_max, spec.block_size)
+        blocks_per_unit = spec.blocks_per_unit(group)
         block_tables.append([BlockId(group * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)])
-    state_unit = None if spec.state is None else UnitId(len(spec.groups))
-    unit_count = len(spec.groups) + (state_unit is not None)
+    state_unit = None
+    if spec.state is not None:
+        state_unit = UnitId(unit_count)
+        unit_count += 1
     tokens = [i % vocab_size for i in range(length_max)]
     chunks = []
     for index, chunk_tokens in enumerate(_divide_tokens(token_count, sequence_count, length_max)):
         params = SamplingParams(
             top_p=0.9,
             frequency_penalty=0.1,
-            repetition_penalty=1.1 if index == 0 else 1.0,  # one sequence makes the tables wide for all
+            repetition_penalty=1.1 if index == 0 else 1.0,  # one is enough to make the tables of penalties wide
             logprobs=20,
             prompt_logprobs=20 if chunk_tokens > 1 else None,
         )

@@ -1,10 +1,7 @@
 """Computes a step: performs the plan's copies, runs the model over the chunks, and samples where a chunk asks for it.
 
-Decides nothing about which requests run, or which memory they have. The chunks of a step are put in the kernels' order
-(chunks of one token first); results are returned in the plan's order. No block and no state is read before a plan has
-filled it.
-
-Most steps have the sequences of the step before. So all inputs that depend on the sequences alone are kept
+The chunks of a step are put in the kernels' order (chunks of one token first); results are returned in the plan's
+order. Most steps have the sequences of the step before. So all inputs that depend on the sequences alone are kept
 (`_batch_state`), and made again only when the sequences change.
 """
 
@@ -80,39 +77,52 @@ class ModelRunner:
         capture: Capture | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Make a runner of a loaded model, over the memory of `pool`.
+        """Make a runner of a loaded model, over the KV cache memory of `pool`.
 
-        `kernels`: None selects the kernels of the device. `capture` records decode steps if the kernels have fixed
-        plans; None: no step is recorded. `grammars`: compiles the grammars of answers; None: no answer has one.
+        `kernels`: None selects the kernels of the device. `capture` records decode steps as CUDA graphs if the kernels
+        allow that; None: no step is recorded. `grammars` constrain answers; None: no answer has a grammar.
         """
-        device, spec = pool.device, pool.spec
+        device = pool.device
+        row_count = config.max_num_seqs
         self.model = model
         self.pool = pool
         self.device = device
         self._ops = select_kernels(device) if kernels is None else kernels
-        vocab_size = model.config.vocab_size
-        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
-        rows = config.max_num_seqs
-        self._sampler = Sampler(
-            vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks, rows, config.max_model_len
-        )
+
+        # Inputs that are kept from step to step, with a row for each running sequence.
+        self._row_allocator = RowAllocator(row_count)
+        self._batch_state: BatchState | None = None
+        """Inputs that depend on the last step's sequences; None before the first step, and after a failed one."""
+        has_fixed_plans = isinstance(self._ops, FixedPlanKernels)
+        blocks_max = ceil_div(config.max_model_len, pool.spec.block_size)
+        self._tables = [
+            BlockTables(group, kv, row_count, blocks_max, device if has_fixed_plans else None)
+            for group, kv in enumerate(pool.kv)
+        ]
+
+        # The forward pass.
         self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.window_by_group
-        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device) if config.overlaps_steps else None
+        self._states = pool.view_states(model.make_state_layout(pool.dtype))
+        self._graphs = self._make_graphs(capture, blocks_max) if capture is not None and has_fixed_plans else None
+
+        # Sampling.
+        vocab_size = model.config.vocab_size
+        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
+        self._sampler = Sampler(
+            vocab_size,
+            device,
+            eos_token_ids=config.eos_token_ids,
+            seed=config.seed,
+            ops=self._ops,
+            masks=self._masks,
+            row_count=row_count,
+            length_max=config.max_model_len,
+        )
+        self._last_tokens = torch.zeros(row_count, dtype=torch.int64, device=device) if config.overlaps_steps else None
         """[rows]: the token that was drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws, and returns them by row. Before the first step: none."""
-        has_fixed_plans = isinstance(self._ops, FixedPlanKernels)
-        self._row_allocator = RowAllocator(rows)
-        self._batch_state: BatchState | None = None
-        """State of the last step's sequences; None before the first step, and after a failed one."""
-        blocks_max = ceil_div(config.max_model_len, spec.block_size)
-        self._tables = [
-            BlockTables(group, kv, rows, blocks_max, device if has_fixed_plans else None)
-            for group, kv in enumerate(pool.kv)
-        ]
-        self._states = pool.view_states(model.make_state_layout(pool.dtype))
-        self._graphs = None if capture is None or not has_fixed_plans else self._make_graphs(capture, blocks_max)
 
     def _make_graphs(self, capture: Capture, blocks_max: int) -> DecodeGraphs:
         """Make the recorder of decode steps. `blocks_max`: blocks of the longest sequence."""
@@ -186,29 +196,28 @@ class ModelRunner:
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
-        """Decide all inputs of a step on the host, and send those to the device that changed since the last step.
+        """Make all inputs of a forward step on the host, and send those to the device that changed since the last step.
 
-        These are the token ids, the block tables, the tokens that need logits, and the inputs of sampling. All
-        arrays list the chunks in the kernels' order: chunks of one token first.
+        These are the token ids, the block tables, the tokens that need logits, and the inputs of sampling. A chunk is
+        the part of one sequence that the step computes. Chunks of one token come first, as the kernels need.
         """
         chunks, order, batch = sort_for_kernels(plan.chunks)
-        context_ends = batch.context_lens
-        state, new_rows = self._update_batch_state(chunks)
+        batch_state, new_rows = self._update_batch_state(chunks)
         for tables in self._tables:
-            tables.update(chunks, context_ends, state.rows, new_rows)
-        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if state.has_prompt_logprobs else []
-        token_ids, device_tokens = self._build_token_ids(chunks, state)
+            tables.update(chunks, batch.context_lens, batch_state.rows, new_rows)
+        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if batch_state.has_prompt_logprobs else []
+        token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
         return PreparedStep(
             plan=plan,
             chunks=chunks,
             order=order,
             batch=batch,
             token_ids=token_ids,
-            tables=[tables.make_step_table(state.rows) for tables in self._tables],
+            tables=[tables.make_step_table(batch_state.rows) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
-            selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
-            batch_state=state,
-            sampling_inputs=self._prepare_sampling(state, context_ends),
+            selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, batch_state.sampled_chunks),
+            batch_state=batch_state,
+            sampling_inputs=self._prepare_sampling(batch_state, batch.context_lens),
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
@@ -237,21 +246,22 @@ class ModelRunner:
         return state, new_rows
 
     def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
-        """Make the inputs of a step that depend only on its sequences.
+        """Make the inputs of a step that depend only on its sequences, so that the next step may reuse them.
 
-        `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in the
-        tables that are kept from step to step.
+        `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in
+        tables that stay on the device from step to step.
         """
-        table_rows = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
-        sampled_rows, sampling_batch = table_rows.tolist(), None
+        sampled_rows = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
+        sampling_batch = None
         if sampled_chunks and self.model.samples_tokens:
-            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
+            sampled_sequences = [sequences[i] for i in sampled_chunks]
+            sampling_batch = self._sampler.make_batch(sampled_sequences, sampled_rows.tolist())
         return BatchState(
             sequences=sequences,
             sampled_chunks=sampled_chunks,
             rows=rows,
-            sampled_rows=sampled_rows,
-            sampled_device_rows=copy_to_device(table_rows, self.device),
+            sampled_rows=sampled_rows.tolist(),
+            sampled_device_rows=copy_to_device(sampled_rows, self.device),
             sampling_batch=sampling_batch,
             has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
         )
@@ -264,28 +274,30 @@ class ModelRunner:
         return self._sampler.prepare(state.sampling_batch, sampled_ends)
 
     def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
-        """Return the step's token ids on the device, and the tokens among them that the previous step still draws.
+        """Return the step's token ids on the device, and which of them the previous step has yet to draw there.
 
-        These are filled in later (`_fill_device_tokens`). None instead of them: the host knows all tokens.
+        A token that is yet to be drawn is 0 until `_fill_device_tokens`. Returns None as the second value if there is
+        no such token.
         """
-        # The chunk of such a token has only this token, and chunks of one token come first: both have the same index.
-        device_token_indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
         host_tokens: list[int] = []
         for chunk in chunks:
             if chunk.token_on_device:
-                host_tokens.append(0)  # a placeholder
+                host_tokens.append(0)
             else:
                 host_tokens += chunk.seq.token_ids[chunk.start : chunk.end]
         token_ids = copy_to_device(np.array(host_tokens, np.int64), self.device)
+        # Chunks of one token come first, so the index of such a chunk is also the index of its token.
+        device_token_indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
         if not device_token_indices:
             return token_ids, None
-        return token_ids, DeviceTokens(
+        device_tokens = DeviceTokens(
             token_indices=copy_to_device(np.array(device_token_indices), self.device),
             rows=copy_to_device(state.rows[device_token_indices], self.device),
         )
+        return token_ids, device_tokens
 
     def _launch(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
-        """Queue the work of a step on the device: copies of blocks, the forward pass, sampling, then state checkpoints.
+        """Queue a step on the device: copies of KV blocks, the forward pass, sampling, then copies of recurrent states.
 
         Returns a function that waits for the step's outputs, and returns them as lists of numbers: the drawn tokens,
         their logprobs, then logprobs of prompts, as far as the step has them.
@@ -328,17 +340,17 @@ class ModelRunner:
             self._masks.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
-        """Compute the hidden states of the tokens with logits, [selected tokens, hidden size].
+        """Run the model over a step's tokens, and return the hidden states of those that need logits.
 
-        A decode step is replayed as a CUDA graph if one is recorded.
+        A decode step is replayed as a CUDA graph, if possible. Shape: [selected tokens, hidden size].
         """
-        batch = step.batch
+        batch, selected_indices = step.batch, step.selected.indices
         if self._graphs is not None:
             hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
             if hidden is not None:
-                return hidden if step.selected.indices is None else hidden[step.selected.indices]
+                return hidden if selected_indices is None else hidden[selected_indices]
         positions = copy_to_device(batch.positions, self.device)
-        layers = ForwardContext(
+        context = ForwardContext(
             ops=self._ops,
             rotary_by_rope=[rope.look_up(positions) for rope in self._ropes],
             kv_by_group=self.pool.kv,
@@ -349,7 +361,7 @@ class ModelRunner:
             state_by_layer=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
         )
-        return self.model.forward(step.token_ids, layers, step.selected.indices)
+        return self.model.forward(step.token_ids, context, selected_indices)
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
@@ -365,22 +377,24 @@ class ModelRunner:
         return [tokens, *logprobs]
 
     def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
-        """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i.
+        """Compute the logprobs of the prompt tokens that follow each position of a chunk.
 
-        Logits are made for some rows (a slab) at a time, because those of a long prompt would take gigabytes.
+        `hidden`: hidden states from the chunk's first position on. Logits are computed for some rows (a slab) at a
+        time, because the logits of a long prompt would take gigabytes.
         """
         end = min(chunk.end + 1, chunk.seq.prompt_len)
-        count = end - chunk.start - 1  # not `len(tokens)`: other ranks do not have the token after the chunk
+        token_count = end - chunk.start - 1  # not `len(tokens)`: other ranks do not have the token after the chunk
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
         top_count = chunk.seq.request.params.prompt_logprobs or 0
-        slab_rows = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
+        logits_row_bytes = 4 * self.model.config.vocab_size
+        slab_rows = max(1, LOGIT_SLAB_BYTES // logits_row_bytes)
         logprobs_by_slab = []
-        for start in range(0, count, slab_rows):
-            slab = slice(start, min(start + slab_rows, count))
+        for start in range(0, token_count, slab_rows):
+            slab = slice(start, min(start + slab_rows, token_count))
             if self.model.samples_tokens:
                 logits = self.model.compute_logits(hidden[slab])
                 logprobs_by_slab.append(compute_token_logprobs(logits, tokens[slab], top_count))
-            else:
+            else:  # this rank only computes its part of the logits, for the rank that samples
                 self.model.contribute_logits(hidden[slab])
         return [torch.cat(tensors) for tensors in zip(*logprobs_by_slab, strict=True)]
 

@@ -7,8 +7,6 @@ in every batch, and its tokens differ only if the logits do.
 The order of operations is vLLM's: bias and min_tokens, penalties, masks of constraints, then for random rows
 temperature, min_p, top_k, top_p. Logprobs are computed from the model's raw logits. A row of NaN logits yields some
 token of the vocabulary, never an error.
-
-The kernels draw the tokens (`kernels.sampling`): on a GPU everything is queued, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -45,6 +43,9 @@ _MIX_ROUNDS = (
 """(shift, factor) of each round of splitmix64."""
 _FRACTION_SHIFT = np.uint64(11)
 """Bits to drop from 64, because a float has a fraction of 53 bits."""
+
+_TEMPERATURE_MIN = 1e-5
+"""Lowest positive temperature: logits divided by a lower one could overflow."""
 
 
 def compute_uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -96,26 +97,27 @@ class SamplingBatch:
 
     sequences: list[Sequence]
     table_rows: list[int]
-    """Row of each sequence in the per-sequence tables; see `RowAllocator`."""
+    """Row of each sequence in tables that stay on the device from step to step."""
     prompt_lens: npt.NDArray[np.int64]
     settings: DrawSettings
-    """Settings of the draw. Their uniform numbers are 0 here; each step replaces them."""
+    """Temperature, top_k, top_p and so on. Each step adds its uniform random numbers."""
     random_rows: IntArray
     """Rows that are not greedy."""
     mixed_seeds: npt.NDArray[np.uint64]
-    """Mixed seed of each of the `random_rows`."""
+    """Seed of each of the `random_rows`, with its bits mixed by a hash."""
     logit_bias: LogitBias | None
     min_token_bans: list[MinTokensBan]
-    """One ban for each row with min_tokens and without a constraint."""
+    """Tokens that end an answer, for each row with min_tokens and without a grammar."""
     constrained_rows: list[int]
-    """Rows with a constrained answer."""
+    """Rows with an answer that must match a grammar."""
     penalty_rows: PenaltyRows | None
     logprobs: LogprobRows | None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the logits of any row may be changed before a draw."""
-        has_penalties, has_bias = self.penalty_rows is not None, self.logit_bias is not None
+        """Whether the logits of any row may be changed before a token is drawn."""
+        has_penalties = self.penalty_rows is not None
+        has_bias = self.logit_bias is not None
         return has_penalties or has_bias or bool(self.min_token_bans) or bool(self.constrained_rows)
 
 
@@ -158,19 +160,18 @@ class Sampler:
         row_count: int = 256,
         length_max: int | None = None,
     ) -> None:
-        """Make a sampler. `seed`: used, with the request's id, for requests without a seed.
+        """Make a sampler, which draws the tokens of up to `row_count` sequences at a time.
 
-        `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints give ids outside the
-        vocabulary; they have no logit, and are ignored. `ops`: the kernels that draw; None: plain torch.
-        `masks`: makes the masks of answers with a grammar; None: no answer has one. `row_count`: rows of the
-        per-sequence tables. `length_max`: most tokens of a sequence; None: no limit.
+        `eos_token_ids`: tokens that end an answer, which min_tokens bans. `seed`: for requests without a seed of their
+        own. `ops`: the kernels that draw; None: plain PyTorch. `masks`: makes the masks of answers with a grammar;
+        None: no answer has one. `length_max`: most tokens of a sequence; None: no limit.
         """
         self._vocab_size = vocab_size
         self._device = device
+        # Some checkpoints name ids outside the vocabulary, which have no logit.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
         self._seed = seed
-        ops = ReferenceKernels(device) if ops is None else ops
-        self._draw = ops.draw
+        self._draw = (ReferenceKernels(device) if ops is None else ops).draw
         self._penalties = Penalties(row_count, vocab_size, device, length_max)
         self._masks = masks
 
@@ -257,10 +258,13 @@ class Sampler:
         return compute_token_logprobs(logits, tokens, max(batch.logprobs.top_counts))
 
     def make_batch(self, sequences: list[Sequence], table_rows: list[int]) -> SamplingBatch:
-        """Collect the sampling parameters of sequences. `table_rows`: the row of each in the per-sequence tables."""
+        """Collect the sampling parameters of the sequences in a batch, for all steps with these sequences.
+
+        `table_rows`: row of each sequence in tables that stay on the device from step to step.
+        """
         params = [seq.request.params for seq in sequences]
-        random_rows = [i for i, p in enumerate(params) if p.temperature > 0.0]
-        seeds = [self._compute_seed(sequences[i].request) for i in random_rows]
+        random_rows = [row for row, p in enumerate(params) if p.temperature > 0.0]
+        seeds = [self._compute_seed(sequences[row].request) for row in random_rows]
         return SamplingBatch(
             sequences=sequences,
             table_rows=table_rows,
@@ -270,11 +274,11 @@ class Sampler:
             mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
             logit_bias=self._build_logit_bias(params),
             min_token_bans=[
-                MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._list_banned_tokens(p)))
-                for i, p in enumerate(params)
+                MinTokensBan(row, p.min_tokens, self._to_flat_indices(row, self._list_banned_tokens(p)))
+                for row, p in enumerate(params)
                 if p.min_tokens and p.constraint is None
             ],
-            constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
+            constrained_rows=[row for row, p in enumerate(params) if p.constraint is not None],
             penalty_rows=make_penalty_rows(sequences, table_rows, self._device),
             logprobs=self._find_logprob_rows(params),
         )
@@ -316,22 +320,21 @@ class Sampler:
         return indices + row * self._vocab_size
 
     def _build_draw_settings(self, params: Rows[SamplingParams]) -> DrawSettings:
-        """Build the draw settings of all rows on the device, in the form that the kernels take.
+        """Copy the sampling parameters of all rows to the device, in the form that the kernels take.
 
         Temperature 0 means the likeliest token, and top_k as large as the vocabulary means no top_k. The uniform
         random numbers are zeros here; each step replaces them.
         """
-        vocab, count = self._vocab_size, len(params)
+        count = len(params)
         # Three settings go to the device in one copy. Each begins at a multiple of 16 bytes (four fp32 numbers),
         # because Triton would compile a kernel again for a pointer with another alignment.
         padded_count = ceil_div(count, 4) * 4
         host_values = np.zeros((3, padded_count), np.float32)
-        # Logits divided by a smaller positive temperature could overflow.
-        host_values[0, :count] = [max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0 for p in params]
+        host_values[0, :count] = [max(p.temperature, _TEMPERATURE_MIN) if p.temperature > 0.0 else 0.0 for p in params]
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = copy_to_device(host_values, self._device)[:, :count].unbind()
-        top_k = np.array([self._get_effective_top_k(p) or vocab for p in params], np.int32)
+        top_k = np.array([self._get_effective_top_k(p) or self._vocab_size for p in params], np.int32)
         return DrawSettings(
             temperature=temperature,
             min_p=min_p,
@@ -355,11 +358,15 @@ class Sampler:
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Return the logits in fp32 after bias, bans, penalties and masks, in vLLM's order of these operations."""
-        adjusted_logits = logits.float()
-        if adjusted_logits is logits and inputs.batch.logprobs is not None:
-            adjusted_logits = logits.clone()  # logprobs are computed from the raw logits
-        batch, flat_logits = inputs.batch, adjusted_logits.view(-1)
+        """Return the logits, [rows, vocab] fp32, after logit_bias, min_tokens, penalties and grammars, as vLLM orders.
+
+        The given logits may be changed, unless logprobs are wanted, which are computed from the raw logits.
+        """
+        batch = inputs.batch
+        adjusted_logits = logits.float()  # a copy, unless the logits are fp32 already
+        if adjusted_logits is logits and batch.logprobs is not None:
+            adjusted_logits = logits.clone()
+        flat_logits = adjusted_logits.view(-1)
         if batch.logit_bias is not None:
             flat_logits.index_add_(0, batch.logit_bias.indices, batch.logit_bias.amounts)
         if inputs.banned_indices is not None:

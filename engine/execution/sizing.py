@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.cache.spec import CacheSpec, ceil_div
+from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
@@ -65,12 +65,13 @@ def resolve_rank_model(config: EngineConfig, model: CausalLM, dtype: torch.dtype
 def size_cache(
     config: EngineConfig, rank: RankModel, all_reduce_min: Callable[[int, torch.device], int] | None = None
 ) -> int:
-    """Return the number of units of the cache on each rank: as many as the rank with the least memory can hold.
+    """Return how many units the KV cache has on each tensor-parallel rank: what the rank with least memory can hold.
 
     A unit is a piece of memory for one or more blocks. `all_reduce_min`: each rank calls it with its own number, and
     gets the smallest number of all ranks; None: there is one rank. Raises ConfigError if a rank cannot hold one unit.
     """
-    step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
+    is_gpu = rank.device.type == "cuda"
+    step_bytes = _measure_largest_step(config, rank) if is_gpu else 0
     try:
         unit_count = count_units(config, rank.spec, rank.device, step_bytes)
         check_fits(config, unit_count * compute_unit_stride(rank.spec), rank.device)
@@ -87,11 +88,11 @@ def size_cache(
 
 
 def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
-    """Run the largest step that the limits allow, and return the bytes that it needs besides weights and cache.
+    """Run the largest forward step that the settings allow, and return the GPU memory that it needs, in bytes.
 
-    Raises ConfigError, which names the limits, if there is no memory for it.
+    Weights and KV cache are not counted. Raises ConfigError, which names the settings, if there is no memory for it.
     """
-    config = replace(config, enforce_eager=True, host_cache_memory=None)
+    config = replace(config, enforce_eager=True, host_cache_memory=None)  # no CUDA graphs, no host memory
     plan, unit_count = make_largest_step(
         rank.spec,
         token_count=config.step_tokens_max,
@@ -101,13 +102,12 @@ def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
     )
 
     def run_twice() -> StepResult:
-        """Run the step in a runner that has the tables of penalties, which the first step makes and which stay."""
+        """Make a runner and run the step: a second time, because the first step makes tables, which the second has."""
         runner = make_runner(config, rank, unit_count)
         runner.execute(plan)
         return runner.execute(plan)
 
     try:
-        # The runner's tables count too: they have a row for each sequence of a step.
         step_bytes = measure_peak_bytes(run_twice, rank.device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -126,9 +126,9 @@ def make_runner(
     eos_token_ids: tuple[int, ...] = (),
     grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
-    """Make the runner of this process, over a cache of `unit_count` units.
+    """Allocate a KV cache of `unit_count` units, and make the runner that computes this process's forward steps.
 
-    `eos_token_ids` and `grammars` matter on rank 0 only, which alone samples.
+    `eos_token_ids` end an answer, and `grammars` constrain answers. Both matter only on rank 0, which samples.
     """
     device = rank.device
     host_unit_count = count_host_units(config, rank.spec)
@@ -141,7 +141,8 @@ def make_runner(
         overlaps_steps=should_overlap(config, device),
         mask_threads=count_mask_threads(config, device),
     )
-    capture = CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None
+    uses_cuda_graphs = device.type == "cuda" and not config.enforce_eager
+    capture = CudaCapture(device) if uses_cuda_graphs else None
     kernels = select_kernels(device, config.attention_backend or "auto")
     return ModelRunner(rank.model, pool, runner_config, kernels=kernels, capture=capture, grammars=grammars)
 
@@ -197,12 +198,12 @@ def resolve_device(device_name: str) -> torch.device:
 
 
 def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, step_bytes: int = GPU_STEP_BYTES) -> int:
-    """Return the number of units of the cache, which the flags or else the free memory decide.
+    """Return how many units of memory the KV cache has on a device: as the settings say, or else what is free.
 
-    On a CPU, the free memory is used for at most `CACHE_TOKENS_MAX` tokens. `step_bytes`: memory that a step on a GPU
-    needs besides weights and cache. Raises ConfigError if the memory does not hold one unit.
+    A unit holds one or more blocks. On a CPU, free memory is used for at most `CACHE_TOKENS_MAX` tokens. `step_bytes`:
+    memory that a forward step on a GPU needs. Raises ConfigError if the memory does not hold one unit.
     """
-    blocks_per_unit = spec.blocks_per_unit(0)
+    blocks_per_unit = spec.blocks_per_unit(FULL_KIND)
     if config.num_gpu_blocks_override is not None:
         return ceil_div(config.num_gpu_blocks_override, blocks_per_unit)
     if config.kv_cache_memory_bytes is not None:
@@ -242,9 +243,9 @@ def _check_memory(flag: str, required_bytes: int, device: torch.device) -> None:
 
 
 def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
-    """Return the number of units of host memory in each rank's cache.
+    """Return how many units of host memory each tensor-parallel rank has, for blocks that are evicted from its device.
 
-    Raises ConfigError if the flag gives less than one unit or more than this machine's memory, or caching is off.
+    Raises ConfigError if --host-cache-memory is less than a unit or more than this machine has, or caching is off.
     """
     memory_bytes = config.host_cache_memory
     if memory_bytes is None:

@@ -21,30 +21,32 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
         _add_samples(result, step, outputs, failures)
     for i in step.prompt_logprob_chunks:
         top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
-        result.prompt_logprobs_by_chunk[step.order[i]] = _take_logprobs(outputs, [top_count] * len(outputs[0]))
+        result.prompt_logprobs_by_chunk[step.order[i]] = _pop_logprobs(outputs, [top_count] * len(outputs[0]))
     return result
 
 
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
-    """Add the drawn tokens, failures and logprobs to the result, and remove tokens and logprobs from `outputs`.
+    """Add the tokens that a step drew to its result, with their logprobs and failures.
 
-    A chunk that ends within a prompt draws no token. The other chunks have one draw each, numbered 0, 1, ... in the
-    order of the kernels. `failures` and the logprobs have that number; the result has the chunk's index in the plan.
+    Removes the tokens and their logprobs from the front of `outputs`. A draw is a row of the sampled logits. `failures`
+    and logprobs are known by draw; the result needs them by the index of the sequence's chunk in the step's plan. A
+    chunk that ends within a prompt has no draw.
     """
     assert step.sampling_inputs is not None
     plan_index_by_draw = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
     drawn_tokens = outputs.pop(0)
     for plan_index, token in zip(plan_index_by_draw, drawn_tokens, strict=True):
         result.sampled_tokens[plan_index] = token
-    result.failure_by_chunk = {plan_index_by_draw[draw]: reason for draw, reason in failures.items()}
+    for draw, reason in failures.items():
+        result.failure_by_chunk[plan_index_by_draw[draw]] = reason
     logprob_rows = step.sampling_inputs.batch.logprobs
     if logprob_rows is not None:  # some requests want logprobs
-        logprobs = _take_logprobs(outputs, logprob_rows.top_counts)
+        logprobs = _pop_logprobs(outputs, logprob_rows.top_counts)
         for draw, token_logprobs in zip(logprob_rows.rows, logprobs, strict=True):
             result.logprobs_by_chunk[plan_index_by_draw[draw]] = token_logprobs
 
 
-def _take_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:
+def _pop_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:
     """Remove the tensors of one `compute_token_logprobs` from the outputs, and return their logprobs."""
     columns = outputs[:LOGPROB_TENSORS]
     del outputs[:LOGPROB_TENSORS]
