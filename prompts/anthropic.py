@@ -1,9 +1,7 @@
 """Anthropic's Messages API: checks of bodies, and their conversion to chats by vLLM's rules.
 
-`parse_messages` and `parse_count` refuse what vLLM refuses and ignore unknown fields. `convert_to_chat` joins system
-texts without a coding agent's billing line, puts results of tools before the text that came with them, and takes
-thinking as `reasoning`. A last message of the assistant is the start of the answer. Two of the rules depend on the chat
-template.
+Bodies that vLLM refuses are refused, and unknown fields are ignored. Two rules of the conversion depend on the model's
+chat template: where system messages may stand, and how thinking is disabled.
 """
 
 from __future__ import annotations
@@ -443,10 +441,7 @@ def _convert_result_block(block: dict[str, Any]) -> Message | None:
 
 
 def _convert_tools(request: CountRequest) -> list[Message] | None:
-    """Return the tools that the model may call at the end of the conversation; None if the body has none.
-
-    Raises RequestError for a change of an unknown tool, or to a malformed one.
-    """
+    """Return the tools that the model may call after all changes; None if the body has none. Raises RequestError."""
     blocks = [block for turn in request.messages for block in turn.blocks]
     changes = [block for block in blocks if block.type in ("tool_addition", "tool_removal")]
     tools = _change_tools(request.tools or [], changes) if changes else request.tools

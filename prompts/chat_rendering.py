@@ -1,8 +1,6 @@
 """Conversion of a request's messages to the input of a chat template, by vLLM's rules, so that token ids agree.
 
-The rules are which keys of a message a template gets, whether content is a string or parts, and that arguments of tool
-calls are objects and fields of tools are in vLLM's order. Media parts become a marker, and the prompt's text ends
-before the first of them.
+Images and other media become a marker, and the prompt's text ends before the first of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model's chat template: messages in, the prompt's text out, exactly as Hugging Face transformers renders it.
 
-Owns the choice among named templates and `continue_final_message`. Knows nothing of tokens or HTTP. Rendering is a pure
-function of its arguments, except where a template asks for the date (`strftime_now`).
+Rendering is a pure function of its arguments, except where a template asks for the date (`strftime_now`).
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ class _CompiledTemplate:
         self._globals = dict(self._template.globals)
 
     def render(self, variables: dict[str, Any], seconds_max: float) -> str:
-        """Return the text that the template writes. Raises RenderLimitError if that takes more CPU time than allowed.
-
-        Faster than Jinja's own `render`, which copies the globals for every request.
-        """
+        """Return the text that the template writes. Raises RenderLimitError if that takes too much CPU time."""
+        # Jinja's own `render` is slower, as it copies the globals each time.
         context = self._template.new_context({**self._globals, **variables}, shared=True)
         assert isinstance(context, RenderContext)
         if seconds_max < math.inf:
@@ -104,8 +101,7 @@ def _needs_system_first(source: str) -> bool:
 class ChatTemplate:
     """The templates of one model: usually one, sometimes several by name (`default`, `tool_use`, `rag`).
 
-    `variables` are the special tokens that templates read (`bos_token`, `eos_token` ...).
-    Raises ChatTemplateError when a template does not compile.
+    `variables`: the special tokens that templates read. Raises ChatTemplateError for a faulty template.
     """
 
     def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:

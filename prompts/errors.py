@@ -28,12 +28,7 @@ class RequestError(Exception):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | int | None = None,
-        status: int = 400,
+        self, message: str, *, param: str | None = None, code: str | int | None = None, status: int = 400
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -59,9 +54,8 @@ def describe_context_overflow(
 ) -> str:
     """Return the error message for a prompt that is too long for the model, in OpenAI's or Anthropic's words.
 
-    Clients recognise these words, and shorten the prompt. `path`: path of the request. `context_max`: most tokens of
-    the model's context. `output_tokens`: tokens of the requested answer, if the prompt alone would have room.
-    `is_exact`: False if the prompt has more than `prompt_tokens`.
+    Clients recognise these words, and shorten the prompt. `path`: path of the request. `output_tokens`: tokens of the
+    requested answer, if the prompt alone has room. `is_exact`: False if the prompt has more than `prompt_tokens`.
     """
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):

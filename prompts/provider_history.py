@@ -1,8 +1,7 @@
 """Text for parts of a conversation that OpenAI's chats do not have: documents, search results, tools of a provider.
 
-Documents and search results become texts with a title. Our engine runs no tools as a provider's servers do
-(`server_tool_use`, `web_search_call` ...), but a conversation may have begun at a server that does. The model then
-reads the calls and their results. No I/O.
+Our engine runs no tools as a provider's servers do (`server_tool_use`, `web_search_call` ...), but a conversation may
+have begun at a server that does. The model then reads the calls and their results. No I/O.
 """
 
 from __future__ import annotations

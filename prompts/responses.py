@@ -1,8 +1,7 @@
 """OpenAI's Responses API: checks of bodies, and their conversion to chats by vLLM's rules.
 
-`parse_responses_request` refuses bodies that no worker takes, and ignores unknown fields. `convert_to_chat` returns the
-fields of the chat that is rendered. Its caller provides the messages of the stored response that a body continues
-(`previous_response_id`), and the stored items that it names (`item_reference`).
+Bodies that no worker takes are refused, and unknown fields are ignored. Stored responses and items to which a body
+refers are given by the caller.
 """
 
 from __future__ import annotations
@@ -456,12 +455,13 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
         raise bad_value(f"{param}.type", tool_type, expectation)
     if not isinstance(name, str):
         raise bad_value(f"{param}.name", name, "a string")
-    matching_names = [_make_flat_name(namespace, name)]
-    if matching_names[0] not in tools:
-        matching_names = [flat for flat, tool in tools.items() if namespace is None and tool.name == name]
-    if len(matching_names) != 1:
+    flat_name = _make_flat_name(namespace, name)
+    if flat_name not in tools and namespace is None:
+        matching_names = [flat for flat, tool in tools.items() if tool.name == name]
+        flat_name = matching_names[0] if len(matching_names) == 1 else flat_name
+    if flat_name not in tools:
         raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
-    return {"type": "function", "function": {"name": matching_names[0]}}
+    return {"type": "function", "function": {"name": flat_name}}
 
 
 def _convert_tools(tools: list[Item]) -> list[Message]:

@@ -1,8 +1,7 @@
 """The fields of a request body by which a router routes: the prompt, and a few that decide where it should go.
 
-Lenient by design: numbers and flags are read as workers read them (pydantic's rules). Other fields of the wrong type
-count as absent, because the worker names the mistake better. Refused are bytes that are not a JSON object, and a
-priority that is no integer. A body of 2 KB costs a few microseconds.
+Lenient by design: numbers and flags are read as workers read them (pydantic's rules), and other fields of a wrong type
+count as absent, because the worker names the mistake better.
 """
 
 from __future__ import annotations
@@ -115,10 +114,7 @@ def parse_routing_of_kind(kind: ApiKind, data: bytes) -> RoutingRequest:
 
 
 def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, msgspec.Raw]]:
-    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`.
-
-    If a field comes twice, the last counts.
-    """
+    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`."""
     check_object(data)
     fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
     request = _parse_body(kind, data, fields)

@@ -1,9 +1,7 @@
 """The Jinja environment of chat templates: Hugging Face's functions, a sandbox, and a limit on CPU time.
 
 A template is a program from a checkpoint's folder. Only loops, macros and blocks can run forever, so each of their
-rounds reads the clock, and so does the end of a rendering, for single operations that take long. A rendering that takes
-longer than its limit raises RenderLimitError, and the router leaves that template to a process with a deadline
-(router/prompting/prompt_worker_pool.py).
+rounds reads the clock. After RenderLimitError, the router leaves the template to a process that it can kill.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A checkpoint's tokenizer and chat template: from text, messages and requests to token ids.
 
-Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat template's files and the eos ids of
-generation_config.json and config.json. Needs neither torch nor transformers. Ids equal those of transformers'
-`PreTrainedTokenizerFast` on the same files, so the post-processor of tokenizer.json adds bos and eos, and
-`add_bos_token` of a config has no effect. Thread-safe; encoding releases the interpreter's lock.
+Needs neither torch nor transformers. Ids equal those of transformers' `PreTrainedTokenizerFast` on the same files, so
+the post-processor of tokenizer.json adds bos and eos, and `add_bos_token` of a config has no effect. Thread-safe;
+encoding releases the interpreter's lock.
 """
 
 from __future__ import annotations

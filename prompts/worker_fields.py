@@ -63,8 +63,5 @@ def without_worker_fields(value: Any, allowed_fields: Collection[str]) -> Any:
 
 
 def has_worker_address(request_id: bytes) -> bool:
-    """Whether a request's id contains addresses of workers, as vLLM's P2P connector reads it.
-
-    Such an id is `___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`.
-    """
+    """Whether a request id has workers' addresses for vLLM's P2P connector, as in `___prefill_addr_HOST:PORT___...`."""
     return b"_addr_" in request_id

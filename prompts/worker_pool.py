@@ -1,8 +1,7 @@
 """Worker processes for bodies of clients, bounded in time and memory.
 
 A body decides how much time and memory it takes to decode, render and encode. Decoding holds Python's interpreter lock,
-so threads cannot replace the processes. Processes are few, start when they are first needed, and are replaced when they
-take too much time or memory. Invariants: a process has one body at a time, and ends when its socket closes. Pickles are
+so threads cannot replace the processes. A process has one body at a time, and ends when its socket closes. Pickles are
 exchanged only between our own processes.
 """
 

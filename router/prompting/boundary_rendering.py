@@ -1,9 +1,8 @@
-"""Render the messages after a boundary of a conversation, and find where a prompt's text may be cut.
+"""Render only the new messages of a conversation, and find where a prompt's text may be cut for its next turn.
 
-The new messages are rendered after placeholder messages (router/prompting/placeholder_messages.py) instead of the
-cached ones. If the template writes the placeholders as it did when the boundary was made, the prompt is the cached text
-and what the template writes after the placeholders. The second part begins with a token at which the tokenizer cuts any
-text, so that its ids do not depend on the text before it.
+New messages are rendered after short placeholder messages instead of the cached ones. If the template writes the
+placeholders as before, the prompt is the cached text and what the template writes after the placeholders. That part
+begins with a token at which the tokenizer cuts any text, so that its ids do not depend on the text before it.
 """
 
 from __future__ import annotations
@@ -114,16 +113,16 @@ class BoundaryRenderer:
         text = whole_text.removeprefix(prefix.text)
         return None if FILLER in text or SYSTEM_FILLER in text else text
 
-    def cut_after(self, before: RenderedMessages, count: int) -> RenderedMessages | None:
-        """Cut rendered messages after the first `count`; return the later messages with their part of the text.
+    def find_cut(self, rendered: RenderedMessages, count: int) -> RenderedMessages | None:
+        """Find where the text of messages can be cut after the first `count`; return the later ones with their text.
 
-        The later messages are rendered once more, after short placeholders for the first ones:
-        `<user>A long question<user>Why?` becomes `<user>qz7vkx<user>Why?`. Their common end `<user>Why?` does not
-        depend on earlier texts, so the text is cut within it. Return None if there is no place for a cut.
+        They are rendered once more, after short placeholders for the first messages: `<user>A long question<user>Why?`
+        becomes `<user>qz7vkx<user>Why?`. The common end `<user>Why?` does not depend on the earlier texts, so the text
+        can be cut within it. Return None if the tokenizer allows no cut there.
         """
-        prefix, inputs, later_messages = before.prefix, before.inputs, before.messages[count:]
+        prefix, inputs, later_messages = rendered.prefix, rendered.inputs, rendered.messages[count:]
         markers = find_template_markers(self._select_source(inputs.chat))
-        placeholders = prefix.placeholders.extend(before.messages[:count], markers)
+        placeholders = prefix.placeholders.extend(rendered.messages[:count], markers)
         if placeholders is None:
             return None
         has_late_system = prefix.has_late_system
@@ -132,11 +131,12 @@ class BoundaryRenderer:
         if ends_with_system and not has_late_system:
             has_late_system = True
             short_text = self._render(placeholders, inputs, later_messages, has_late_system=True) or ""
-        common_end_start = len(before.text) - _count_common_end(before.text, short_text)
-        position = self.tokenizer.cut_tokens.find_cut(before.text, common_end_start)
+
+        common_end_start = len(rendered.text) - _count_common_end(rendered.text, short_text)
+        position = self.tokenizer.cut_tokens.find_cut(rendered.text, common_end_start)
         if not position:
             return None
-        later_text = before.text[position:]
+        later_text = rendered.text[position:]
         placeholder_text = short_text.removesuffix(later_text)
         if not placeholder_text:
             return None
@@ -171,18 +171,17 @@ class BoundaryRenderer:
 
 
 class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
-    """The last messages of a conversation, and the text that the chat template writes for them.
+    """The last messages of a conversation, and the part of its prompt's text that a chat template writes for them.
 
-    The text can be cut between two messages, so that the next turn of the conversation is rendered from there on.
+    The text can be cut between two messages, so that only messages after the cut are rendered for the next turn.
     """
 
     renderer: BoundaryRenderer
     prefix: RenderedPlaceholders
-    """Short placeholders that were rendered in place of the earlier messages; none for a whole conversation."""
+    """Short messages that were rendered in place of the earlier ones; none for a whole conversation."""
     inputs: TemplateInputs
     messages: list[Message]
     text: str
-    """Text of the prompt from the first of these messages on."""
     turn: PlainTurn | None = None
     """Texts of the messages; None if the template may change these texts."""
     pieces: TurnPieces | None = None
@@ -191,14 +190,14 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     def cut_after(self, count: int) -> RenderedMessages | None:
         """Return the messages after the first `count`, with their part of the text; None if the text cannot be cut.
 
-        A cut that was found by rendering is stored in `pieces`, by which equal turns with other texts are cut at once.
+        To find a cut, messages are rendered again. Then it is stored, and equal turns with other texts are cut at once.
         """
         turn, pieces = self.turn, self.pieces
         if turn is None or pieces is None:
-            return self.renderer.cut_after(self, count)
+            return self.renderer.find_cut(self, count)
         stored_cut = pieces.cuts.get(count)
         if stored_cut is None:
-            later = self.renderer.cut_after(self, count)
+            later = self.renderer.find_cut(self, count)
             if later is not None and not later.prefix.has_late_system:
                 pieces.add_cut(turn.texts, count, len(later.text), later.prefix)
             return later

@@ -1,8 +1,6 @@
 """Cache of conversations: hash of a body before a message boundary -> token ids of the prompt up to there.
 
-router/prompting/conversation_reading.py makes the entries and reads the messages after a boundary. Pure, for one event
-loop. Bounded in bytes; the least recently used conversation is dropped first. Worker processes send entries to the
-router (router/prompting/prompt_worker_pool.py).
+For one event loop, without I/O. Bounded in bytes; the least recently used conversation is dropped first.
 """
 
 from __future__ import annotations
@@ -148,9 +146,10 @@ class ConversationCache:
         return len(self._locations_by_conversation)
 
     def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
-        """Find the cached conversations that a body continues: where it is equal to cached bodies, the furthest first.
+        """Find the cached conversations that a body continues: return boundaries up to which both bodies are equal.
 
-        `kind`: API of the body. Return at most BOUNDARIES_MAX places, each between two messages.
+        A boundary is a place between two messages. At most BOUNDARIES_MAX are returned, the furthest first. A digest of
+        a prefix (`keys`) finds candidates; a second digest compares the bytes between that prefix and the boundary.
         """
         matches: list[BoundaryLocation] = []
         keys = self._digest_prefixes(body, len(body))

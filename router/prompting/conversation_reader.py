@@ -1,8 +1,7 @@
 """The conversations of one process: the cache, the models whose templates allow it, and checks while serving.
 
-A template may be rendered from a boundary on if that gave the ids of full reads in a trial (router/prompting/
-template_trial.py). While serving, one continued prompt in 64 is read whole too; a difference ends the caching for the
-model. In a router a wrong id costs a worse placement, never a wrong answer.
+A template is allowed after a trial when it is loaded. While serving, one continued prompt in 64 is read whole too; a
+difference ends the caching for the model. A wrong id costs a worse placement, never a wrong answer.
 """
 
 from __future__ import annotations

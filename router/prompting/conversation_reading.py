@@ -1,14 +1,14 @@
 """Read a body that continues a cached conversation: only its part after the boundary that both share. No I/O.
 
-The prompt is the cached token ids and those of the text that is rendered after the boundary (router/prompting/
-boundary_rendering.py). Which templates allow this is tried out when they are loaded (router/prompting/
-template_trial.py).
+A boundary is a place between two messages. The prompt is the cached token ids before it, and those of the text that is
+rendered for the messages after it.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
+from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -122,17 +122,12 @@ class _Cut(NamedTuple):
     """Messages of the body after the cut."""
 
     def make_boundary(self, previous_boundary: Boundary, token_count: int) -> Boundary:
-        """Make the boundary at this cut.
-
-        `previous_boundary`: where the messages that are cut begin. `token_count`: tokens of the prompt before the cut.
-        """
-        cut_message_count = len(self.rendered.messages) - len(self.after.messages)
-        cut_char_count = len(self.rendered.text) - len(self.after.text)
+        """Make the boundary at this cut from the previous one. `token_count`: tokens of the prompt before the cut."""
         return Boundary(
             body_end=self.body_end,
-            message_count=previous_boundary.message_count + cut_message_count,
+            message_count=previous_boundary.message_count + len(self.rendered.messages) - len(self.after.messages),
             token_count=token_count,
-            char_count=previous_boundary.char_count + cut_char_count,
+            char_count=previous_boundary.char_count + len(self.rendered.text) - len(self.after.text),
             prefix=self.after.prefix,
             starts_turn=self.after.messages[0].get("role") == "user",
             trailing_count=self.trailing_count,
@@ -294,9 +289,9 @@ def continue_conversation(
 
     Only the messages after it are rendered and encoded; their ids are appended to the cached ones. Return None if more
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
-    `differs_before_next`: the body is known to differ from the cached one before the cached one's next boundary.
+    `differs_before_next`: whether the body is known to differ from the cached one before the latter's next boundary.
     """
-    template, tokenizer = renderer.template, renderer.tokenizer
+    template = renderer.template
     tail = _read_chat_tail(conversation, boundary, body, template)
     if tail is None:
         tail = _read_tail(conversation, boundary, body, template)
@@ -308,17 +303,32 @@ def continue_conversation(
     rendered = renderer.render_new(boundary.prefix, inputs, tail.messages)
     if rendered is None:
         return None
-
-    # Choose a boundary for the next turn, and encode the text before and after it, to count the tokens before it.
     changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
     has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
     cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages) if has_grown else None
-    later_text = "" if cut is None else cut.after.text
-    new_ids = tokenizer.encode_array(rendered.text.removesuffix(later_text), add_special_tokens=False)
-    next_token_count = boundary.token_count + len(new_ids)
-    if later_text:
-        new_ids += tokenizer.encode_array(later_text, add_special_tokens=False)
+    return _append_new_tokens(conversation, boundary, tail, rendered, cut=cut, body=body)
 
+
+def _append_new_tokens(
+    conversation: CachedConversation,
+    boundary: Boundary,
+    tail: _BodyTail,
+    rendered: RenderedMessages,
+    *,
+    cut: _Cut | None,
+    body: bytes,
+) -> Continuation:
+    """Append the token ids of new messages to the cached ids before `boundary`; make the cache entry for the next turn.
+
+    `tail`: the new messages. `rendered`: their text. `cut`: place among them at which the next turn can continue; texts
+    before and after it are encoded separately, to count the tokens before it. Without a cut there is no cache entry.
+    """
+    encode = partial(rendered.renderer.tokenizer.encode_array, add_special_tokens=False)
+    text_after_cut = "" if cut is None else cut.after.text
+    new_ids = encode(rendered.text.removesuffix(text_after_cut))
+    next_token_count = boundary.token_count + len(new_ids)
+    if text_after_cut:
+        new_ids += encode(text_after_cut)
     token_ids = conversation.token_ids[: boundary.token_count + len(new_ids)]
     token_ids[boundary.token_count :] = new_ids
     continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(rendered.text))
@@ -384,10 +394,7 @@ def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: l
 
 
 def _digest_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
-    """Digest all inputs of a template but the messages of the body's array, such as tools and options.
-
-    The first `system_message_count` messages of the chat are not from that array.
-    """
+    """Digest all inputs of a template besides a body's array of messages; system messages may be outside that array."""
     inputs = (
         chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
         template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],

@@ -121,12 +121,9 @@ def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_m
 
 
 def _get_last_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
-    """Return how many tokens at the end of a prompt a worker would use (`truncate_prompt_tokens`); None for all.
-
-    As in vLLM, -1 stands for the longest prompt of the model, which leaves room for one token.
-    """
+    """Return how many tokens at the end of a prompt a worker would use (`truncate_prompt_tokens`); None for all."""
     last_tokens = request.truncate_prompt_tokens
-    if last_tokens == -1 and tokens_max is not None:
+    if last_tokens == -1 and tokens_max is not None:  # as in vLLM, the longest prompt that leaves room for one token
         return max(tokens_max - 1, 1)
     return last_tokens if last_tokens is not None and last_tokens > 0 else None
 

@@ -1,7 +1,7 @@
 """Fingerprints of a chat's messages and tools, which say which message changed, and how. No I/O.
 
-Owns which messages count as equal. Fingerprints contain no text. Digests have 32 bits: two texts of equal digest count
-as equal, which gives a wrong reason of a cache miss once in four billion times and decides nothing.
+Fingerprints contain no text. Digests have 32 bits: a collision gives a wrong reason of a cache miss, and decides
+nothing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ class Outline(NamedTuple):
 
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
-    """Outline a chat; None if the request is no chat, or one that is nested too deeply to be digested.
-
-    A body of the Messages or Responses API is outlined as the chat into which it is converted.
-    """
+    """Return the fingerprints of a chat; None if the request is no chat, or is nested too deeply to be digested."""
     try:
         if request.source is not None:
             request = convert_source_to_chat(request, None, keeps_system_in_place=True)
@@ -206,10 +203,7 @@ def _remove_thoughts(text: str) -> str:
 
 
 def _decode_call_arguments(calls: Any) -> Any:
-    """Return tool calls with their arguments decoded, so that two spellings of the same JSON count as equal.
-
-    Arguments that are no JSON in a string stay as they are.
-    """
+    """Return tool calls with their arguments decoded, so that two spellings of the same JSON count as equal."""
     return [_decode_arguments(call) for call in calls] if isinstance(calls, list) else calls
 
 

@@ -95,9 +95,8 @@ class PromptTarget(Protocol):
 class ParsedBody(msgspec.Struct, eq=False):
     """A client's request body after it was parsed, with the token ids of its prompt.
 
-    A body that was parsed whole in this process has `fields`. One that was parsed by a worker process has `spans`, and
-    a request without the prompt. One of which only new messages were parsed, as it continues a cached conversation, has
-    a `continuation`.
+    A body that was parsed whole in this process has `fields`. If a worker process parsed it, it has `spans`, and the
+    request lacks the prompt. If it continues a cached conversation, it has a `continuation` with the new messages.
     """
 
     request: RoutingRequest

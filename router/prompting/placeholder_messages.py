@@ -1,9 +1,8 @@
 """Short placeholder messages, which are rendered in place of the cached messages of a conversation. No I/O.
 
 A template may write a message in another way because of later messages. For example, it drops the reasoning before the
-last question, or moves the tools to that question. There is a placeholder for each kind of cached message, in the order
-of the conversation, with shortened texts. If the template writes the placeholders as it did when a boundary was made,
-it would also write the cached messages as it did then.
+last question. There is a placeholder for each kind of cached message. If the template writes the placeholders as
+before, it would also write the cached messages as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Large bodies, read by worker processes (prompts/worker_pool.py), so that no other request waits for them.
 
-Owns how many bodies wait, how long, and what a process does with a body: first it finds the fields that routing needs,
-then it reads the prompt. Invariant: `waiting_bytes` is the sum of the bodies that wait or are being
-read, at most `waiting_mb`.
+A process first finds the fields that routing needs, then it reads the prompt. The bodies that wait or are being read
+have at most `waiting_mb`.
 """
 
 from __future__ import annotations
@@ -152,10 +151,7 @@ class PromptWorkerPool:
             self._add_waiting(tenant, -body_bytes)
 
     async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
-        """Try the chat template of a tokenizer's folder in a process, whose time and memory are bounded.
-
-        `render_s_max`: most CPU time of one rendering.
-        """
+        """Try a chat template in a process that can be killed. `render_s_max`: CPU time of one rendering."""
         try:
             return await self.processes.run(
                 lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)

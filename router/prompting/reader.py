@@ -269,10 +269,7 @@ class PromptReader:
     # Conversations that return ----------------------------------------------------------------------------------------
 
     def _continue(self, matches: Sequence[BoundaryLocation], body: bytes) -> tuple[Continuation | None, float]:
-        """Read a body from a boundary of a cached conversation on; return the prompt and the seconds that it took.
-
-        The prompt is None if the body must be read whole. For any thread.
-        """
+        """Read only the new messages of a body; return the prompt, or None, and the time it took. Thread-safe."""
         return self._run_timed(partial(self.conversations.read_continuation, matches, body))
 
     async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: _BodyToRead) -> ParsedBody:

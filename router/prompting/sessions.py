@@ -1,8 +1,4 @@
-"""The session of a request, by the names that clients send on their own. No I/O.
-
-Owns the table of those names, and the digest that names a conversation without any. Names of sessions are printable and
-have at most MAX_NAME_CHARS characters.
-"""
+"""The session of a request, by the names that clients send on their own. No I/O."""
 
 from __future__ import annotations
 
@@ -101,21 +97,18 @@ class SessionNames:
         Each agent of a session has a session of its own. For example, agent `a` of session `s` has session `s/a`. Its
         parent is `s/b` if agent `b` started it, or `s`.
         """
-        main_name = (
-            name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
-        )
-        if not main_name:
+        body_name = request.prompt_cache_key or request.metadata_user_id or request.user
+        name = name_by_meaning.get("session") or body_name
+        if not name:
             return _NO_SESSION
-        name = main_name
         parent_name = name_by_meaning.get("parent")
-        agent = name_by_meaning.get("agent", main_name)
-        if agent != main_name:  # the main agent has the name of the session
-            name = f"{main_name}/{agent}"
-            parent_agent = name_by_meaning.get("parent_agent", main_name)
-            parent_name = main_name if parent_agent == main_name else f"{main_name}/{parent_agent}"
+        agent = name_by_meaning.get("agent", name)
+        parent_agent = name_by_meaning.get("parent_agent", name)
+        if agent != name:  # the main agent has the name of the session
+            parent_name = name if parent_agent == name else f"{name}/{parent_agent}"
+            name = f"{name}/{agent}"
         name = shorten_name(name)
-        if parent_name is not None:
-            parent_name = shorten_name(parent_name)
+        parent_name = None if parent_name is None else shorten_name(parent_name)
         if parent_name == name:  # no session is its own parent
             parent_name = None
         is_final = name_by_meaning.get("final", "").lower() in ("true", "1")

@@ -1,7 +1,6 @@
-"""Trial of a chat template when it is loaded: whether it may be rendered from a message boundary on.
+"""Trial of a chat template when it is loaded: whether cached token ids of a conversation can be continued with it.
 
-Conversations of the shapes that occur (roles, tools, thoughts) grow turn by turn through a cache of their own. The ids
-must be those of a full read each time, and some of the turns must be found in the cache.
+Test conversations grow turn by turn through a cache. The ids must be those of a full read each time.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ _SHAPES = {
     "a late system text": "system question answer question answer system question answer question answer",
     "two questions in a row": "question answer question answer " + "question question answer " * 2 + "question",
 }
-"""Name of a conversation -> its messages, in the shapes that agents and chats have.
-
-A message is a system text, a question, an answer, a call of tools, or the result of a call. Words after a plus sign
-vary a message: `call+text` is a call with a text.
-"""
+"""Name of a conversation -> its messages, as chats and agents have them, in the format of `_make_conversation`."""
 
 
 def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:

@@ -1,9 +1,8 @@
-"""Memo of the text that a chat template writes around the texts of new messages, which saves rendering them.
+"""Cache of the text that a chat template writes around the texts of new messages, which saves rendering them.
 
-A turn of a conversation of 40 messages is read in 49 us with the memo and in 144 us without (Qwen3's template). The
-memo is only for messages of a role and a text that a template has no reason to change. An entry is compared with the
-template's own text when it is made. That other texts are right too is tried out when a tokenizer is loaded
-(template_trial.py) and checked while serving (conversation_reader.py).
+A turn of a conversation of 40 messages is read in 49 us with the cache and in 144 us without (Qwen3's template). It is
+only for messages of a role and a text that a template has no reason to change. Trials of templates and checks while
+serving show whether this is so.
 """
 
 from __future__ import annotations
