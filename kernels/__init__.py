@@ -1,7 +1,6 @@
 """Operations of a model on one step's batch, behind one interface with several backends (`select_kernels`).
 
-Imports no other package of this program. See `kernels.reference.backend` for shapes and `kernels.interface` for
-invariants.
+Imports no other package of this program. See `kernels.reference.backend` for shapes.
 """
 
 from kernels.backends import BACKENDS, select_kernels

@@ -1,9 +1,8 @@
 """The Triton backend with FlashAttention for the attention of prompts.
 
-The package is optional, and imported when the backend is made. FlashAttention-3 needs no copies: for it
-`view_overlapping_pages` presents the pool as pages that begin at every token row. So our block tables, which hold such
-rows, are its page tables. FlashAttention-2 takes only pages of 256 tokens or more, and gets a copy of the context.
-Decodes stay with Triton, whose launches can be recorded, as do dtypes and sizes that the package does not take.
+The package is optional, and imported when the backend is made. FlashAttention-3 reads the KV cache in place.
+FlashAttention-2 takes only pages of 256 tokens or more, and gets a copy of the context. Decodes stay with Triton, as do
+dtypes and sizes that the package does not take: its launches can be recorded.
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -1,8 +1,7 @@
 """Arguments of the kernel backends: one ragged batch, and strided views of the unit pool.
 
-Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
-scheduler. There is no global context: everything that a kernel reads is an argument. A backend prepares a batch once a
-step (`plan_attention`) and gets that plan back at every layer. `kernels.reference.backend` defines the operations.
+Knows no models, no requests, no scheduler. A backend prepares a batch once a step (`plan_attention`) and gets that
+plan back at every layer. `kernels.reference.backend` defines the operations.
 
 Invariants: in a batch, sequences with one query come first ([0, decode_count)). `attention` stores the K and V of the
 whole batch before it attends, so every query reads them. Results depend only on the positions [0, context_len) of a

@@ -8,8 +8,7 @@ rising id. Three settings decide which tokens can be drawn:
 3. `top_p` keeps the fewest of these, the first in the order, that together have this share of the weight.
 
 The drawn token is the first one, by id, at which the running sum of the kept weights exceeds `uniforms` times their
-sum. So a row draws the same token in any batch. NaN counts as -inf. A row of -inf alone yields token 0. Knows no
-requests and no seeds.
+sum. So a row draws the same token in any batch. NaN counts as -inf. A row of -inf alone yields token 0.
 """
 
 from __future__ import annotations

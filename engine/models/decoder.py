@@ -1,8 +1,6 @@
 """Decoder-only language models: embedding, blocks, last norm, head. The plain dense family is one function here.
 
-`CausalLM` decides which layers share a cache group. Group 0 is full attention; each sliding window has a group of its
-own after it. If all layers of a model have a window, its whole KV is in a full-attention group, and the window is only
-a mask: the cache is then that of a dense model.
+`CausalLM` decides which layers share a cache group: group 0 is full attention, and each sliding window has a group.
 """
 
 from __future__ import annotations

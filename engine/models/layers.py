@@ -300,9 +300,8 @@ class GatedMLP:
 class DecoderBlock:
     """Pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
 
-    A mixer is attention or a recurrent layer. The output of mixer and MLP is normed by the `post_*` norm, if there is
-    one, and multiplied by `residual_scale`, before it is added. The last addition is left to the next block, where one
-    operation adds and norms.
+    A mixer is attention or a recurrent layer. The output of mixer and MLP is normed by the `post_*` norm, if any, and
+    multiplied by `residual_scale`, before it is added. The next block does the last addition together with its norm.
     """
 
     mixer_norm: RMSNorm
@@ -322,7 +321,8 @@ class DecoderBlock:
         `selected_tokens`: indices of the tokens that are computed after the mixer; None: all.
         """
         if residual is None:
-            residual, x = x, self.mixer_norm(x, context)
+            residual = x
+            x = self.mixer_norm(x, context)
         else:
             x, residual = self.mixer_norm.add(x, residual, context)
         x = self._apply_branch(self.mixer, self.post_mixer_norm, x, context)

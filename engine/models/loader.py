@@ -1,8 +1,7 @@
 """Loads an HF checkpoint from disk: a model with its weights on a device.
 
-Reads config.json and safetensors (one file, or shards with an index). Every tensor that a model declares must be in the
-checkpoint, with its declared shape. Every tensor of the checkpoint must be used, or be in a list of ignored ones. Any
-other is an error that names the tensors, before anything is served.
+Reads config.json and safetensors (one file, or shards with an index). A tensor that is missing, of a wrong shape, or
+not needed is an error that names it.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 def _list_configs(model: CausalLM) -> list[object]:
     """Return the configs of the decoder and of the layers that have one. The loaded model keeps them as they are.
 
-    Scale factors, rotary frequencies and how experts are chosen are settings there. They have no tensor whose shape
-    would tell a difference.
+    Scale factors, rotary frequencies and how experts are chosen are settings there, and have no tensor.
     """
     layers = [layer for block in model.blocks for layer in (block.mixer, block.mlp)]
     return [model.config, *(getattr(layer, "config", None) for layer in layers)]

@@ -49,7 +49,7 @@ class GatedDeltaNet:
         num_key_heads = key_shard.held_size // config.key_dim
         self.config = replace(config, num_key_heads=num_key_heads, num_value_heads=head_shard.held_size)
         """Config with the numbers of heads that this rank holds."""
-        self.recurrent_index = 0
+        self.recurrent_index = 0  # set by `CausalLM`
         self.key_channels = key_shard.held_size
         self.value_channels = value_shard.held_size
         self.conv_channels = channel_shard.held_size
@@ -137,7 +137,7 @@ class Mamba2:
         num_groups = group_shard.held_size // config.state_dim
         self.config = replace(config, num_heads=head_shard.held_size, num_groups=num_groups)
         """Config with the numbers of heads and groups that this rank holds."""
-        self.recurrent_index = 0
+        self.recurrent_index = 0  # set by `CausalLM`
         self.conv_channels = channel_shard.held_size
 
         projections = [inner_shard, channel_shard, head_shard]
@@ -164,9 +164,8 @@ class Mamba2:
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
 
-        One projection makes the gate, the inputs, and Mamba-2's B, C and time steps (dt). A short convolution over the
-        last tokens smooths the inputs, B and C. The recurrence follows, and its output is gated and normed. x and the
-        result: [tokens, hidden].
+        One projection makes the gate, the inputs, and Mamba-2's B, C and time steps (dt). A short convolution smooths
+        the inputs, B and C. The output of the recurrence is gated and normed. x and the result: [tokens, hidden].
         """
         config = self.config
         gate, inputs_b_c, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
@@ -246,7 +245,7 @@ class ShortConv:
 
     def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, has_bias: bool) -> None:
         """Declare the weights of the channels that this rank holds. `conv_width`: tokens that a convolution sees."""
-        self.recurrent_index = 0
+        self.recurrent_index = 0  # set by `CausalLM`
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.conv_channels = channels.held_size
         self.conv_width = conv_width

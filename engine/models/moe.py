@@ -35,8 +35,7 @@ class RoutedMLP:
     def __init__(self, scope: WeightScope, config: RoutedMLPConfig) -> None:
         """Declare the weights. Those of all experts are stacked in one tensor, so that one kernel multiplies them.
 
-        With 8 experts of 64 channels, each of 2 ranks holds 32 channels of every expert: then `gate_up_weight` is
-        [8, 2 * 32, hidden_size].
+        With 8 experts of 64 channels, each of 2 ranks holds 32 of every expert. `gate_up_weight` is [8, 64, hidden].
         """
         self.config = config
         hidden_size, num_experts = config.hidden_size, config.num_experts

@@ -2,8 +2,7 @@
 
 Projections into heads or channels are split by rows, so that each rank computes its own heads. The projection back is
 split by columns, and its partial results are added over the ranks. Embedding and head are split by tokens of the
-vocabulary. A `DimShard` says which rows or columns of a checkpoint's tensor a rank holds. With one rank every shard is
-whole. Knows no processes: the operations between ranks are arguments.
+vocabulary. Knows no processes: the operations between ranks are arguments.
 """
 
 from __future__ import annotations

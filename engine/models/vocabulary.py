@@ -1,8 +1,4 @@
-"""Embedding and head: the matrices with a row for each token. Ranks share the rows (Megatron-LM, 2019).
-
-A rank looks up the tokens of its rows and makes zeros for the others. The results are added over the ranks, which is
-exact, since only one summand is not zero. The logits of all ranks are put together on rank 0, which alone samples.
-"""
+"""Embedding and head: the matrices with a row for each token. Ranks share the rows (Megatron-LM, 2019)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Declarations of a model's weights: their shapes, and the tensors of the checkpoint that each is made of.
 
-A model's constructor declares weights in a `WeightScope`; the loader allocates and fills them. So a model can be built
-from its config alone, for example to size the cache.
+A model's constructor declares weights in a `WeightScope`; the loader allocates and fills them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CheckpointTensor:
 class Weight:
     """A matrix or vector of a model, which the loader fills with values from tensors of the checkpoint.
 
-    A CPU multiplies faster by a matrix that is packed in blocks. Such a matrix can be used for nothing else.
+    A CPU multiplies faster by a packed matrix, which can be used for nothing else.
     """
 
     shape: tuple[int, ...]
@@ -151,15 +150,12 @@ def _slice_and_transform(
 
     Returns `transform` itself if the rank holds the whole tensor.
     """
-    split_dims: list[tuple[int, DimShard]] = []
-    for dim, extent in enumerate(shape):
-        if isinstance(extent, DimShard) and not extent.is_whole:
-            split_dims.append((dim, extent))
-    if not split_dims:
+    shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
+    if not shards:
         return transform
 
     def slice_and_transform(tensor: Tensor) -> Tensor:
-        for dim, shard in split_dims:
+        for dim, shard in shards:
             tensor = shard.slice_tensor(tensor, dim)
         return tensor if transform is None else transform(tensor)
 

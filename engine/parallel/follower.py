@@ -1,7 +1,6 @@
 """The process of a follower (ranks 1 and up), which computes the leader's plans on its part of the model.
 
-It has no scheduler, sampling, events or HTTP, and ends when its socket closes. The other end of the socket is
-`engine.parallel.ranks.Leader`.
+It ends when its socket closes. The other end of the socket is `engine.parallel.ranks.Leader`.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class Follower:
 def main(fd: int, rank: int, size: int, port: int) -> int:
     """Run the process of a tensor-parallel rank until the leader, rank 0, closes the socket. Returns the exit status.
 
-    `fd`: file descriptor of the socket. `size`: number of ranks. `port`: port of the leader's TCPStore, by which the
-    ranks find each other.
+    `fd`: the socket. `size`: number of ranks. `port`: port of the leader's TCPStore, by which ranks find each other.
     """
     faulthandler.enable()
     connection = Connection(fd)
@@ -162,8 +160,7 @@ def _execute_messages(connection: Connection, follower: Follower, size: int, por
 def _exit_after_error(connection: Connection, error: Exception, rank_name: str) -> NoReturn:
     """Log the error, unless the leader's end caused it, and end the process.
 
-    The process ends at once, because threads of the process group may still wait for other ranks, and would abort an
-    orderly exit.
+    The process ends at once: threads of the process group may wait for other ranks, and would abort an orderly exit.
     """
     is_leader_gone = _is_hung_up(connection)
     if not is_leader_gone:

@@ -1,8 +1,7 @@
 """Messages between the ranks: a step's plan, and commands to load the model, and to copy, read and write blocks.
 
-Followers need less of a plan than the leader: they sample no tokens. For a sequence of the previous plan only changes
-are sent: a few numbers in a decode step, however long the context. Both ends remember exactly the sequences of the last
-plan. A sequence that was not in it is sent whole. Pure: no sockets here.
+For a sequence of the previous plan only changes are sent: a few numbers in a decode step, however long the context.
+Both ends remember the sequences of the last plan. A sequence that was not in it is sent whole. No sockets here.
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ class PlanDecoder:
     def _decode_chunk(self, message: ChunkMessage) -> Chunk:
         """Return a chunk, the tokens of a sequence that a step computes, and update the sequence by the message.
 
-        The sequence is taken from the last plan, or is new. Its tokens before the chunk may be zeros, because this rank
-        reads only those of the chunk.
+        The sequence is that of the last plan, or new. Its tokens before the chunk may be zeros, which nobody reads.
         """
         if message.previous_index is None:
             seq = _make_new_sequence(message)

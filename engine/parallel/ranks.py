@@ -1,9 +1,8 @@
 """Tensor parallelism: several processes compute one model, each on its part of the weights.
 
 The leader (rank 0) is the process with scheduler, cache and publisher. It starts the followers, sends them each step's
-plan as a small message over a socket, and computes the same plan itself. Within a step the ranks communicate in
-all-reduce, and to put logits together. Every rank's cache has the same shape, so block tables and units mean the same
-everywhere. Only the leader samples.
+plan as a small message over a socket, and computes the same plan itself. Every rank's cache has the same shape, so
+block tables mean the same everywhere. Only the leader samples.
 
 A rank that fails cannot catch up, so it ends the engine with RunnerLostError. A follower ends when its socket closes,
 for whatever reason. One machine; gloo between CPUs, NCCL between GPUs.
@@ -198,8 +197,7 @@ class Leader:
     def make_lost_error(self, error: Exception) -> RunnerLostError:
         """Return the error that ends the engine after an operation failed with `error`.
 
-        If a follower has exited, its exit is the reason. That may become visible only later than the failure, so this
-        waits for an exit for a moment.
+        If a follower has exited, its exit is the reason. The exit may be visible only later, so this waits a moment.
         """
         end_s = time.monotonic() + GRACE_S / 2
         while self._lost_reason is None and time.monotonic() < end_s:

@@ -1,9 +1,7 @@
 """The CPU backend: native operations for many small operations, plain torch for the rest.
 
-A decode step of a small model spends its time on entering torch operations. Over long contexts it would spend it on
-copying KV rows for torch's attention. The native operations (kernels/cpu/native, C++) attend directly over the pool:
-prompts in blocks of queries, decodes one query at a time. They also store, normalise, rotate and gate in one pass each.
-The reference computes what they do not support (another dtype, an odd head dim).
+Torch takes long to enter an operation, and its attention would need a copy of the KV. The native operations
+(kernels/cpu/native, C++) attend directly over the pool. The reference computes dtypes and sizes that they do not take.
 """
 
 from __future__ import annotations
@@ -117,9 +115,9 @@ class CpuKernels(ReferenceKernels):
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
-        The (token, expert) pairs are sorted by expert, so that each expert runs once, on all of its tokens.
-        x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An expert is a gated MLP: gate_up is
-        [experts, 2 * size, hidden], down is [experts, hidden, size].
+        The (token, expert) pairs are sorted by expert, so that each expert runs once, on all of its tokens. x: [tokens,
+        hidden]. expert_ids, weights: [tokens, top_k]. gate_up: [experts, 2 * size, hidden]. down: [experts, hidden,
+        size].
         """
         flat_expert_ids = expert_ids.reshape(-1)
         pair_order = flat_expert_ids.argsort(stable=True)

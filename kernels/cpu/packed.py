@@ -1,7 +1,7 @@
 """bf16 matrices in the layouts that a CPU multiplies fastest.
 
-A matrix in rows is repacked inside every multiplication, which with few tokens takes longer than the multiplication
-itself. Two ways to multiply packed matrices are used, each where it is the fastest:
+Torch repacks a matrix for every multiplication, which takes long with few tokens. So matrices are packed once, for
+the faster of two ways to multiply:
 
 - native products (kernels/cpu/native/product.hpp): with older AVX-512 and AVX2, where oneDNN emulates bf16 and is four
   times slower; with AVX512-BF16 and one thread, for few tokens;
@@ -32,8 +32,7 @@ OUTPUTS_PER_PANEL = 64
 SMALL_PRODUCT_MAX = 750_000
 """Maximum number of multiplications up to which a native product is faster than oneDNN's on every CPU.
 
-Measured with AMX, one token: 2.4 us instead of 16 us for 192 x 64 weights, 123 us instead of 380 us for 576 x 576
-weights that are not in the CPU's caches. A matrix that is packed for both takes at most 1.5 MB more.
+Measured with AMX, one token: 2.4 us instead of 16 us for 192 x 64 weights, 123 us instead of 380 us for 576 x 576.
 """
 
 

@@ -140,8 +140,7 @@ def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rat
     """Apply the gated delta rule to one token of each of n sequences. Return the outputs; `state` changes in place.
 
     For each head: the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
-    output is what it holds for the query q. q, k: [n, heads, key_dim]. v: [n, heads, value_dim]. log_decay, rate:
-    [n, heads]. state: [n, heads, key_dim, value_dim].
+    output is what it holds for the query q. Shapes are those of `gated_delta`, with n instead of tokens and units.
     """
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
@@ -154,8 +153,7 @@ def _scan_delta_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to one sequence in chunks. Return (output, final state).
 
-    q, k: [tokens, heads, key_dim]. v, output: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads]. state:
-    [heads, key_dim, value_dim].
+    Shapes are those of `gated_delta`, without an axis of units.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
     output, state = _scan_chunks(_advance_delta_chunk, (q, k, v, log_decay.t(), rate.t()), state, token_axis=1)
@@ -169,8 +167,7 @@ def _advance_delta_chunk(
 
     Token t adds k_t^T u_t to the state S. The corrections u of all tokens solve one triangular system, with a_t the sum
     of log_decay up to t, and b = rate: u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S).
-    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. log_decay, rate: [heads, tokens]. state:
-    [heads, key_dim, value_dim].
+    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. state: [heads, key_dim, value_dim].
     """
     decay_sum, pair_decay = _compute_decays(log_decay)
     decay_since_start = decay_sum.exp()[..., None]
@@ -221,8 +218,7 @@ def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state
 def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Apply Mamba-2's recurrence to one sequence in chunks. Return (output, final state).
 
-    x, output: [tokens, heads, dim]; log_decay: [tokens, heads]; b, c: [tokens, groups, state_dim]; state: [heads, dim,
-    state_dim].
+    x, output: [tokens, heads, dim]; b, c: [tokens, groups, state_dim]; state: [heads, dim, state_dim].
     """
     num_tokens, num_heads, dim = x.shape
     heads_by_group = (b.shape[1], num_heads // b.shape[1])

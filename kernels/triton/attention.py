@@ -1,12 +1,8 @@
 """Triton kernels: storing K and V in the paged cache, and causal attention over it, for decode and for prefill.
 
-Work on a whole ragged batch at once; every size that varies from step to step is read from device memory, so the
-launches of a decode batch can be captured in a CUDA graph. A tile of keys is gathered by token row (block table entry
-plus offset), so any block size and any stride between units works. Keys outside a sequence's context or window are
-never loaded, whatever bytes lie there.
-
-The running softmax over tiles is FlashAttention's (Dao, 2023); decode is cut along the context and put together
-afterwards as in Flash-Decoding (Dao et al., 2023); the query heads of one KV head share a tile of keys.
+They work on a whole ragged batch. Sizes that vary from step to step are read from device memory, so a decode batch can
+be captured in a CUDA graph. Keys outside a sequence's context or window are never loaded, whatever bytes lie there. The
+softmax over tiles is FlashAttention's (Dao, 2023); decodes are cut along the context (Flash-Decoding, 2023).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -114,8 +110,7 @@ def decode_attention(
 
     The grid is (sequences, kv heads, splits). Without SPLIT the result goes to out [sequences, heads, dim]. Else it
     goes to part [sequences, heads, splits, dim], and the log2 of its softmax sum to part_log2_sum [sequences, heads,
-    splits]. Then `combine_splits` combines the parts. A long context is split so that few sequences still fill the
-    device.
+    splits]. Then `combine_splits` combines the parts. Split contexts let few sequences fill the device.
 
     GROUP query heads share a KV head; BLOCK_M and BLOCK_D are GROUP and DIM, padded to what a matrix product takes.
     table: [blocks, sequences], a block's first row; lens: [sequences], the contexts' lengths. `store_kv` explains ROW

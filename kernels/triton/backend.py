@@ -1,8 +1,7 @@
 """The Triton backend: every operation of a step as one or two launches over the whole ragged batch.
 
-It runs on CUDA devices. Tests without a GPU run it on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1 before
-triton is imported). The host never waits for the device: the data of a step is uploaded with its plan. Tile sizes come
-from small fixed tables, so that no kernel is tuned at run time.
+Tests without a GPU run it on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1 before triton is imported). The
+host never waits for the device: the data of a step is uploaded with its plan. No kernel is tuned at run time.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -223,8 +222,7 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         """Return x with rotary embedding, after a root mean square norm if `weight` is given. x: [tokens, heads, dim].
 
-        `weight`: gains of the norm, [dim] or [heads, dim]. `cos` and `signed_sin`: [tokens, rotated dims]; the other
-        dims of x are copied.
+        `weight`: gains of the norm, [dim] or [heads, dim]. `cos`, `signed_sin`: [tokens, rotated dims].
         """
         rows = lay_out_rows(x)  # a row is one head of one token
         half = cos.shape[-1] // 2
@@ -313,9 +311,7 @@ class TritonKernels(ReferenceKernels):
     # sampling
 
     def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
-        """Draw a token from each row. The kernel searches over the order of the logits' bits; 16-bit logits have
-        fewer.
-        """
+        """Draw a token from each row. The kernel searches over the order of the logits' bits."""
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)

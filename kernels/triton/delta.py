@@ -1,16 +1,13 @@
 """Triton kernels: the gated delta rule of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
-A prompt takes two launches. `prepare_delta_chunks` does the work without state, in parallel over chunks and heads. The
-updates of a chunk's tokens depend on each other by a triangular system I + L (see the reference). With its inverse T,
-the rate b and the sum a of log decays, the launch writes for each token
+A prompt takes two launches. `prepare_delta_chunks` does the work without state, in parallel over chunks and heads. With
+T, the inverse of the triangular system I + L of a chunk's updates (see the reference), it writes for each token
 
     new_v = T b v,    new_k = T b exp(a) k,    inner = q k^T, decayed and zero for later keys.
 
-`scan_delta_chunks` then passes the state from chunk to chunk with four products each (the WY form of Yang et al.,
-2024). T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1
-below. That is as stable as substitution, even if a prompt repeats itself and all keys of a chunk are equal.
-
-Decays are summed in fp64, as in the reference: under fast decay the sums are large and their differences matter.
+`scan_delta_chunks` then passes the state from chunk to chunk (the WY form of Yang et al., 2024). T is built by joining
+inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1 below, which is stable. Decays are
+summed in fp64, as in the reference.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -82,8 +79,7 @@ def prepare_delta_chunks(
 
     The module's docstring defines the three. They are fp32: [tokens, heads, VALUE], [tokens, heads, KEY] and [tokens,
     heads, CHUNK]. The grid is (chunks, value heads). The inverse of a chunk's system is built in LEVELS steps, with
-    2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at a time, because whole rows would take too many
-    registers.
+    2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at a time.
     """
     chunk = tl.program_id(0)
     head = tl.program_id(1)

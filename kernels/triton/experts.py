@@ -65,8 +65,7 @@ def multiply_gate_up(
     A row is one token and one of the `top_k` experts that it chose; rows are sorted by expert. x: [tokens, hidden].
     order: [rows], token * top_k + choice of each row. starts: [experts + 1], the first row of each expert. tile_expert,
     tile_row: expert and first row of each tile; a tile that is not needed begins past its expert's rows. weight:
-    [experts, 2 * size, hidden], the rows of gate before those of up. out: [rows, size]. The grid is (tiles, column
-    blocks).
+    [experts, 2 * size, hidden], gate before up. out: [rows, size]. The grid is (tiles, blocks of BLOCK_N columns).
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)

@@ -90,8 +90,7 @@ def gated_delta(
     v_strides = (v.stride(0), v.stride(1))
     padded_key_dim = round_up_to_power_of_two(key_dim, 16)
     padded_value_dim = round_up_to_power_of_two(value_dim, 16)
-    # Columns of a state are independent, so a program holds few of them in registers. The interpreter runs programs one
-    # after another, and takes all.
+    # A program holds few columns of a state in registers. The interpreter takes all, as its programs are slow.
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
     value_block_count = ceil_div(value_dim, block_v)
     constants: dict[str, Any] = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim}

@@ -114,8 +114,7 @@ def rotate_rows(
 def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the activation of a gated MLP: out = activation(first half of x's row) * second half.
 
-    The activation is silu, or gelu (with tanh) if GELU. x: [rows, 2 * SIZE]. out: [rows, SIZE]. The grid is (rows,
-    blocks of BLOCK columns).
+    The activation is silu, or gelu (with tanh) if GELU. x: [rows, 2 * SIZE]. out: [rows, SIZE]. Grid: (rows, blocks).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

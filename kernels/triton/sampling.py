@@ -1,12 +1,8 @@
 """Triton kernel: a token from each row of logits, by temperature, min_p, top_k and top_p; see `kernels.sampling`.
 
 Nothing is sorted: a row's tokens are kept down to an edge, which is found by a search over the order of the logits'
-bits. Each pass over the row compares with three pivots, which leave a quarter of the interval between the bounds. So
-16-bit logits take eight passes at most, usually four or five. Of the tokens at the edge only the first `quota` are
-kept, so that exactly top_k tokens are. Passes after the first read from the L2 cache.
-
-One program computes one row, so that a row's sums do not depend on the batch. Sums inside a tile are fp32, over tiles
-fp64.
+bits. 16-bit logits take eight passes over the row at most, usually four or five. One program computes one row, so that
+a row's sums do not depend on the batch. Sums inside a tile are fp32, over tiles fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -63,9 +59,8 @@ def choose_pivots(low, high):
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
     """Choose the part of [low, high) in which a search for a logit's key goes on. Three pivots cut it in four parts.
 
-    `at_low`, `at_first` and so on: number (or weight) of the tokens with a key of at least `low`, `first` and so on. It
-    falls with the key. The searched key is the largest at which it reaches `target`. Returns (low, high, at_low,
-    at_high) of the part.
+    `at_low`, `at_first` and so on: number (or weight) of the tokens with a key of at least `low`, `first` and so on.
+    The searched key is the largest at which it reaches `target`. Returns (low, high, at_low, at_high) of the part.
     """
     reaches_first = at_first >= target
     reaches_second = at_second >= target

@@ -1,8 +1,7 @@
 """Triton kernels: Mamba-2's recurrence of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
-A chunk is a masked product like attention plus what the state brings (Dao and Gu, 2024). A prompt takes two launches:
-`compute_ssm_scores` does what needs neither state nor head, in parallel over chunks; `scan_ssm_chunks` then carries the
-state, in registers, from chunk to chunk. Decays are summed in fp64, as in the reference.
+A prompt takes two launches (Dao and Gu, 2024): `compute_ssm_scores` does what needs neither state nor head, in parallel
+over chunks; `scan_ssm_chunks` then carries the state from chunk to chunk. Decays are summed in fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -76,8 +75,7 @@ def compute_ssm_scores(
     As in attention, they say how much token j adds to the output of token t. `scan_ssm_chunks` weighs them with decays,
     and leaves out those with j > t. All heads of a group share them. chunk_seq, chunk_token: sequence and first token
     of each chunk. starts: first token of each sequence, then the end of the last. b, c: [tokens, groups, STATE], read
-    BLOCK columns at a time. scores: [tokens t, groups, CHUNK]; j counts from the chunk's start. The grid is (chunks,
-    groups).
+    BLOCK columns at a time. scores: [tokens t, groups, CHUNK]; j counts from the chunk's start. Grid: (chunks, groups).
     """
     chunk = tl.program_id(0)
     group = tl.program_id(1)

@@ -20,9 +20,9 @@ LAYER_TYPE_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Bamba, a hybrid model: a layer is Mamba-2 (a recurrence) or, in a few layers, attention, and then an MLP.
+    """Build Bamba, without loading weights: each layer is Mamba-2 (a recurrence) or attention, and then an MLP.
 
-    The weights are declared in `root`, and loaded later. Rotary embedding covers half of each attention head.
+    The config lists the attention layers. Their rotary embedding covers half of each head.
     """
     config.require_value("hidden_act", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
@@ -30,20 +30,17 @@ def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
     mixer_by_type = _get_mixer_by_type(config, decoder, attention)
     attention_layers = config.values.get("attn_layer_indices") or []
     mixers = [mixer_by_type["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
-    intermediate_size = config.get_integer("intermediate_size")
+    mlp_size = config.get_integer("intermediate_size")
     has_bias = config.get("mlp_bias", False)
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
-        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, has_bias)
+        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, mlp_size, has_bias)
 
     return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("input_layernorm", "pre_ff_layernorm"))
 
 
 def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Granite-4-H without experts, a hybrid model: a layer is Mamba-2 (a recurrence) or attention, and an MLP.
-
-    The weights are declared in `root`, and loaded later.
-    """
+    """Build Granite-4-H, without loading weights: each layer is Mamba-2 (a recurrence) or attention, then an MLP."""
     config.require_value("hidden_act", "silu")
     config.require_value("num_local_experts", 0)
     decoder, attention = granite.read_scaled_configs(config)
@@ -51,16 +48,12 @@ def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
         attention = replace(attention, rope=None)
     mixer_by_type = _get_mixer_by_type(config, decoder, attention)
     mixers = read_layer_types(config, "layer_types", mixer_by_type, ["mamba"] * decoder.num_layers)
-    intermediate_size = config.get_integer("shared_intermediate_size")
+    mlp_size = config.get_integer("shared_intermediate_size")
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         mlp_scope = scope.enter_scope("shared_mlp")
         return GatedMLP(
-            mlp_scope,
-            decoder.hidden_size,
-            intermediate_size,
-            gate_up_names=("input_linear",),
-            down_name="output_linear",
+            mlp_scope, decoder.hidden_size, mlp_size, gate_up_names=("input_linear",), down_name="output_linear"
         )
 
     return build_alternating_decoder(root, decoder, mixers, make_mlp)
@@ -69,8 +62,7 @@ def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
 def _get_mixer_by_type(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
     """Return name of a layer type in a config.json -> function that makes a mixer of this type.
 
-    A mixer is the part of a layer in which tokens see each other: here attention, or Mamba-2's recurrence. Configs
-    name each of them in two ways.
+    A mixer is the part of a layer in which tokens see each other: attention or a recurrence, here Mamba-2.
     """
     mamba_config = _read_mamba_config(config, decoder)
 
@@ -123,10 +115,7 @@ class SquaredReluMLP:
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Nemotron-H, a hybrid model: each layer is Mamba-2 (a recurrence), attention without positions, or an MLP.
-
-    The weights are declared in `root`, and loaded later.
-    """
+    """Build Nemotron-H, without loading weights: each layer is Mamba-2 (a recurrence), attention, or an MLP."""
     config.require_value("mlp_hidden_act", "relu2")
     config.require_value("mamba_hidden_act", "silu")
     layer_types = _read_nemotron_layer_types(config)

@@ -37,7 +37,7 @@ DEFAULT_BY_KEY = {
 def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Gemma 3's text model: five layers with a sliding window, then one with full attention, and so on.
 
-    The weights are declared in `root`, and loaded later. The config may describe a vision model, too, which is ignored.
+    No weights are loaded. The config may describe a vision model, too, which is ignored.
     """
     config = _read_text_config(config)
     decoder = replace(

@@ -15,18 +15,11 @@ DEFAULT_ROPE_THETA = 1_000_000.0
 
 
 def build_lfm2(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build LFM2: each layer is a gated short convolution or attention, and then a gated MLP.
-
-    The weights are declared in `root`, and loaded later.
-    """
+    """Build LFM2, without loading weights: each layer is a gated short convolution or attention, and then an MLP."""
     norm_eps = config.get("norm_eps", 1e-5)
+    tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))  # early configs, later ones
     decoder = replace(
-        DecoderConfig.from_hf(config),
-        norm_eps=norm_eps,
-        tie_embeddings=config.get(
-            "tie_embedding", config.get("tie_word_embeddings", True)
-        ),  # early configs, later ones
-        norm_name="embedding_norm",
+        DecoderConfig.from_hf(config), norm_eps=norm_eps, tie_embeddings=tie_embeddings, norm_name="embedding_norm"
     )
     attention = replace(
         read_attention_config(config, decoder, theta=DEFAULT_ROPE_THETA),

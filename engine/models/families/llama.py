@@ -48,7 +48,7 @@ def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Qwen3-MoE: Qwen3 with a mixture of experts instead of the MLP in all or some layers.
 
-    The weights are declared in `root`, and loaded later. A sliding window in the config is that of every layer.
+    No weights are loaded. A sliding window in the config is that of every layer.
     """
     decoder = DecoderConfig.from_hf(config)
     attention = replace(

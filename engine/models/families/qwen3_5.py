@@ -71,10 +71,9 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
 
 
 def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3.5's text model: a layer is a gated delta net (a recurrence) or gated attention, and then a gated MLP.
+    """Build Qwen3.5's text model, without loading weights: a layer is a gated delta net or gated attention, and an MLP.
 
-    The weights are declared in `root`, and loaded later; vision weights are ignored. One layer in four has attention,
-    unless the config lists the types of the layers.
+    A gated delta net is a recurrence. One layer in four has attention, unless the config lists the types of the layers.
     """
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
