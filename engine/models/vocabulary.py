@@ -34,10 +34,9 @@ class Vocabulary:
         rows = self._shard.split_padded(vocab_size)
         ((self._first_token, self._end_token),) = rows.ranges  # a rank's rows are always one range
         self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
-        is_tied = head_name is None
         self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
         self.head.is_linear = True  # so that it may be packed for fast multiplication
-        self.head.is_embedding = is_tied  # so that it is kept unpacked, too: rows of it are read
+        self.head.is_embedding = head_name is None  # so that it is kept unpacked, too: rows of it are read
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same.
