@@ -84,8 +84,8 @@ class Shard:
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """Return the rows that this rank holds, if each rank holds equally many of `count` heads of `width` rows.
 
-        With 8 heads of 64 rows, rank 1 of 2 holds the rows [256, 512). `unit_name`: what they are, if not heads, for the
-        ModelError that is raised if `count` cannot be divided.
+        With 8 heads of 64 rows, rank 1 of 2 holds the rows [256, 512). Raises ModelError if `count` cannot be divided;
+        `unit_name` is its word for the heads, which may also be channels.
         """
         if count % self.num_ranks:
             raise ModelError(

@@ -188,7 +188,7 @@ class PlanDecoder:
     def _decode_chunk(self, message: ChunkMessage) -> Chunk:
         """Return a chunk, the tokens of a sequence that a step computes, and update the sequence by the message.
 
-        The sequence is that of the last plan, or new. Its tokens before the chunk may be zeros, which nobody reads.
+        The sequence is that of the last plan, or new. Tokens before the chunk may be zeros: they are not read here.
         """
         if message.previous_index is None:
             seq = _make_new_sequence(message)

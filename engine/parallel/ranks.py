@@ -58,7 +58,7 @@ class _FollowerHandle:
     """The process of one tensor-parallel rank (a follower), and the connection to it, on the side of rank 0."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
-        """Start the process of `rank`, of `size` ranks. `port`: TCPStore by which the ranks find each other."""
+        """Start the process of `rank`, of `size` ranks. `port`: port of the TCPStore by which the ranks meet."""
         self.rank = rank
         self.process, sock = start_child("engine.parallel.follower", rank, size, port)
         self._connection = Connection(sock.detach())
@@ -287,7 +287,7 @@ class RankedBlockMemory:
     """
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
-        """`leader`: sends messages to the other ranks. `copier`: reads, writes and copies the parts of rank 0."""
+        """Make the memory of all ranks. `leader`: sends messages to the others. `copier`: accesses rank 0's parts."""
         self._leader = leader
         self._copier = copier
 
