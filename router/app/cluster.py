@@ -84,13 +84,15 @@ class Cluster:
         The feed reads the events by which workers tell what they cache; the fleet probes which workers are healthy.
         `session`: for health checks. `peer_client`: asks other routers what they know of workers' caches.
         """
-        proxy = self._proxy = pipeline.proxy
+        proxy = pipeline.proxy
+        self._proxy = proxy
         self._config = config
         self._index = index
         self._peer_client = peer_client
         self._peer_sockets: PeerSockets | None = None
         self._failure_log = FailureLog()
 
+        # The feed, which applies the workers' cache events to the index.
         streams_possible = compute_streams_max(raise_file_limit())
         self.feed = IndexFeed(
             index,
@@ -99,6 +101,7 @@ class Cluster:
             index_bytes_max=config.fleet.index_mb << 20,
         )
 
+        # The fleet, which finds out over HTTP what workers are and whether they are up.
         key_headers = make_key_headers(config.worker_api_key)
         tokenizers = pipeline.prompt_reader.tokenizers
         tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=partial(is_worker_serving, proxy.core))

@@ -54,7 +54,7 @@ class RouterApp:
         self._local_routes = local_routes
         self._metrics = proxy.metrics
 
-        # Read by the HTTP connections.
+        # Attributes that the HTTP connections use.
         self.limits = config.limits
         self.budget = proxy.budget
         self.scheduler = FairScheduler()
@@ -62,7 +62,7 @@ class RouterApp:
         self.is_ending = False
         self.now = proxy.now
 
-        # Checks of requests.
+        # What requests are checked against.
         self._guard = guard
         self._keys = ApiKeys(config.api_keys)
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None

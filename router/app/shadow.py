@@ -80,7 +80,7 @@ class ShadowProcess(RouterProcess):
         proxy.on_end.append(self._recorder.record_copy)
         self._reporter = ShadowReporter(config.shadow, config.core, proxy, self._recorder, version)
         self._reporter.register(self._local_routes)
-        self._timers.add("shadow", self._recorder.place_open_requests)
+        self._timers.add("shadow", self._recorder.find_workers)
         self._timers.add("shadow", self._reporter.tick)
 
     async def run(self) -> None:

@@ -116,10 +116,10 @@ class Exchange:
             self._prefill = None
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Go on without the worker that was to compute the prompt for the chosen worker, because it failed.
+        """Go on without the prefill: the worker that was to compute the prompt for the chosen worker has failed.
 
-        The chosen worker computes the prompt itself. If it cannot, other workers get the request. Nothing is to do if
-        the chosen worker has begun its answer, because it had the KV cache of the prompt then.
+        The chosen worker computes the prompt itself. If it cannot, other workers get the request. Nothing is done if
+        the chosen worker has begun its answer, because then it has the KV cache of the prompt.
         """
         prefill, decision = self._prefill, self.context.decision
         assert decision is not None
@@ -312,16 +312,15 @@ class Exchange:
     def _retry_after_status(self, head: ResponseHead) -> bool:
         """Send the request again if the worker answered with an error that allows it, and return True then.
 
-        For example, a worker answers 503: another worker gets the request. If there is none, the client gets the 503.
+        For example, a worker answers 503: another worker gets the request. If there is none, the client gets the 503. A
+        worker that could not fetch KV cache from another worker is asked again, to compute the prompt itself.
         """
         decision, failure_kind = self.context.decision, RETRYABLE_STATUSES.get(head.status)
-        is_fetch_failed = self._prefill is not None and failure_kind is FailureKind.INTERNAL
-        if is_fetch_failed and self._retry_without_prefill():
-            return True
-        if is_fetch_failed:
+        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
+            if self._retry_without_prefill():
+                return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if head.status == 403 and decision is not None and self._find_pull(decision) is not None:
-            # The worker does not fetch a cached prefix from the other worker, but it can compute the prefix itself.
             self._is_source_refused = True
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
             self._start_attempt(decision)
@@ -329,7 +328,7 @@ class Exchange:
         if failure_kind is not None and self._try_other_worker(failure_kind, head):
             return True
         if self._prefill is not None and 400 <= head.status < 500:
-            self._prefill.is_taken = False  # the worker refused the request before it fetched the KV
+            self._prefill.is_decode_sent = False  # the worker refused the request before it fetched the KV
         return False
 
     def _retry_without_prefill(self) -> bool:
@@ -461,7 +460,7 @@ class Exchange:
             self._end_with_connection(head, reason)
         elif is_stale and decision is not None:
             if self._prefill is not None:
-                self._prefill.is_taken = False  # the worker did not read the request, so it fetched no KV
+                self._prefill.is_decode_sent = False  # the worker did not read the request, so it fetched no KV
             self._start_attempt(decision, is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)

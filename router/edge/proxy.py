@@ -215,7 +215,7 @@ class Proxy:
     def withdraw(self, context: RequestContext, kind: FailureKind | None) -> None:
         """Tell the core, which chooses workers, that a request ended early, and carry out its instructions for others.
 
-        For example, a queued request gets the place at the worker. `kind`: how the worker failed; None if it did not.
+        For example, a queued request gets the free slot. `kind`: how the worker failed; None if it did not fail.
         """
         request_id, now = context.request_id, self.now()
         instructions: list[Instruction] = []

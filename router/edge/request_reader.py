@@ -100,10 +100,11 @@ class RequestReader:
                 return self._read_form_in_thread(context)
             self._set_unread_body(context, *_read_form(request))
             return None
+        has_canaries = self.model_names is not None and self.model_names.has_canaries
+        find_model = partial(self._resolve_request, context)
         body = self._prompt_reader.begin_read(
-            request, kind, partial(self._resolve, context), context.is_wanted, context.tenant,
-            may_continue=self.model_names is None or not self.model_names.has_canaries,
-        )  # fmt: skip
+            request, kind, find_model, context.is_wanted, context.tenant, may_continue=not has_canaries
+        )
         if not isinstance(body, ParsedBody):
             return _await_body(context, body)
         context.body = body
@@ -122,7 +123,7 @@ class RequestReader:
         self, context: RequestContext, body_request: RoutingRequest, spans: FieldSpans | None = None
     ) -> None:
         """Set the body of a request without a prompt."""
-        self._resolve(context, body_request)
+        self._resolve_request(context, body_request)
         context.body = ParsedBody(body_request, TokenizedPrompt(), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
@@ -159,7 +160,7 @@ class RequestReader:
                     cleaned_objects[name] = cleaned_object
         return cleaned_objects
 
-    def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
+    def _resolve_request(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
         """Read the routing headers of a request, and return the model that it is for. Both are set in `context`.
 
         A header can name the model in place of the body. A configured alias stands for another name: the alias "chat"

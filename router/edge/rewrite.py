@@ -77,7 +77,8 @@ def build_request_head(
     clients may set. `body` is not included.
     """
     request, traceparent = context.request, None if context.span is None else context.span.traceparent
-    removed_headers = _REMOVED_HEADERS[authorization is not None, traceparent is not None]
+    replaces_key, replaces_trace = authorization is not None, traceparent is not None
+    removed_headers = _REMOVED_HEADERS[replaces_key, replaces_trace]
     if allowed_headers:
         removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
     added_lines = b""

@@ -64,7 +64,7 @@ class PickExchange:
         if stream.allowed_endpoints is not None:
             route.allowed_workers = self.picker.endpoints.find_worker_ids(stream.allowed_endpoints)
         if not stream.sees_response_body and not self._proxy.core.registry.is_blockcast(route.model):
-            route.is_streaming = False  # when the first token comes is not seen: only our engine sends it with the head
+            route.is_streaming = False  # the time of the first token is unknown: only our engine sends it with the head
         self._proxy.route(self.context, route)
 
     def _count_in_flight(self, fairness_id: str) -> int:

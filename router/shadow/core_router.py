@@ -47,9 +47,9 @@ class BlockScaledIndex:
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        """Return the key of each chunk of `chunk_tokens` tokens, such as a digest of the prompt up to its end.
+        """Return a key for each chunk of a prompt: a digest of the prompt up to the end of the chunk.
 
-        Chunks that are smaller than a block have no ids of their own: their keys are derived from that of the block.
+        `chunk_tokens`: tokens of a chunk. Chunks smaller than a block have keys derived from that of the block.
         """
         blocks_per_chunk = max(chunk_tokens // self._block_tokens, 1)
         chunks_per_block = max(self._block_tokens // chunk_tokens, 1)

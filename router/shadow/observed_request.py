@@ -82,7 +82,7 @@ def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
     """Return for each request the index of the earlier one that its client waited for, or None.
 
     `requests` are in the order of arrival. In a conversation, a client waits for the answer to the turn before. If that
-    answer had not ended when the request arrived, the client sent both after the same earlier answer.
+    answer had not ended when the request arrived, the client waited for the same request as with that turn.
     """
     index_by_serial = {request.serial: i for i, request in enumerate(requests)}
     index_of_same_user = _find_previous_of_user(requests)

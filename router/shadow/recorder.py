@@ -76,9 +76,9 @@ class Recorder:
         self._earlier_prompts = RecordedPrompts(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
-        """Record the copy of a request that another load balancer sends to a worker.
+        """Record the copy of a request, which another load balancer has sent to a worker.
 
-        A copy does not tell which worker answers the original. That worker is found later: its cache soon has the
+        The copy does not tell which worker answers the original. That worker is found later, when its KV cache has the
         blocks of the prompt.
         """
         route, decision = context.route, context.decision
@@ -89,8 +89,8 @@ class Recorder:
             self.counts["failed"] += 1
             return
         observed = self._observe(route, context.started_at_s)
-        cached_tokens = {terms.worker: terms.resident_tokens for terms in decision.candidates}
-        self._place_predecessor(observed.continues, cached_tokens)
+        cached_tokens = {costs.worker: costs.resident_tokens for costs in decision.candidates}
+        self._find_worker_of_predecessor(observed.continues, cached_tokens)
         if len(self._unplaced_by_serial) >= OPEN_MAX:
             self.counts["unplaced"] += 1
             return
@@ -104,22 +104,22 @@ class Recorder:
             next_search_s=self.now(),
         )
 
-    def place_open_requests(self, now: float) -> None:
+    def find_workers(self, now: float) -> None:
         """Find out which workers answered the copied requests, and give up after `placed_s`. Call every tick.
 
-        A request was answered by the worker with a KV cache that has gained the prompt's blocks. If no cache has after
-        SETTLED_S, it was the worker that had all blocks before.
+        A request was answered by the worker with a KV cache that has gained the prompt's blocks. If no cache has gained
+        them after SETTLED_S, it was the worker that had all blocks before.
         """
         for request in list(self._unplaced_by_serial.values()):
             if now < request.next_search_s:
                 continue
             age_s = now - request.observed.arrival_s
-            grown_worker = self._find_grown_cache(request, self._count_cached_tokens(request.route))
-            full_worker = self._find_full_cache(request) if age_s > SETTLED_S else None
-            if grown_worker is not None:
-                self._record_placed(request, grown_worker, now)
-            elif full_worker is not None:
-                request.observed.worker = full_worker
+            worker_with_new_blocks = self._find_worker_by_grown_cache(request, self._count_cached_tokens(request.route))
+            worker_with_all_blocks = self._find_worker_by_full_cache(request) if age_s > SETTLED_S else None
+            if worker_with_new_blocks is not None:
+                self._record_found(request, worker_with_new_blocks, now)
+            elif worker_with_all_blocks is not None:
+                request.observed.worker = worker_with_all_blocks
                 self._store(request.observed)
             elif age_s > self.config.placed_s:
                 self.counts["unplaced"] += 1
@@ -157,19 +157,19 @@ class Recorder:
         request.end_s = None if line.latency_s is None else at_s + line.latency_s
         self._store(request)
 
-    def _place_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
-        """Search for the worker of a conversation's last turn when the next turn comes. `serial`: the last turn's.
+    def _find_worker_of_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
+        """Search for the worker that answered a conversation's last turn, when the next turn comes.
 
-        `cached_tokens`: tokens of the new prompt that each target has. Later this search could fail, because the cache
-        to which the new turn goes has both turns then.
+        Later the search could fail, as the cache to which the next turn goes has both turns then. `serial`: number of
+        the last turn. `cached_tokens`: tokens of the next turn's prompt in the cache of each worker.
         """
         request = None if serial is None else self._unplaced_by_serial.get(serial)
-        worker = None if request is None else self._find_grown_cache(request, cached_tokens)
+        worker = None if request is None else self._find_worker_by_grown_cache(request, cached_tokens)
         if request is not None and worker is not None:
             del self._unplaced_by_serial[request.observed.serial]
-            self._record_placed(request, worker, self.now())
+            self._record_found(request, worker, self.now())
 
-    def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
+    def _find_worker_by_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
         """Find the worker that answered a request: its cache has gained the prompt since the request arrived.
 
         `cached_tokens`: tokens of the prompt in the cache of each worker now. A cache has gained the prompt if it has
@@ -186,7 +186,7 @@ class Recorder:
         workers = workers_by_gained_tokens[max(workers_by_gained_tokens, default=0)]
         return workers[0] if len(workers) == 1 else None
 
-    def _find_full_cache(self, request: UnplacedRequest) -> str | None:
+    def _find_worker_by_full_cache(self, request: UnplacedRequest) -> str | None:
         """Return the only worker that had the whole prompt cached at the arrival of the copy; None for several."""
         targets = self.core.tracker.targets
         workers = {
@@ -196,7 +196,7 @@ class Recorder:
         }
         return workers.pop() if len(workers) == 1 else None
 
-    def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
+    def _record_found(self, request: UnplacedRequest, worker: str, now: float) -> None:
         """Record a copy for which a worker was found. Its first token counts as generated now."""
         observed, decision = request.observed, decision_for_worker(worker, request.decision)
         if decision is None:

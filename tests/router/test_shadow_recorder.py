@@ -41,10 +41,10 @@ class Copies:
 def test_the_cache_that_grew_by_a_prompt_is_its_workers() -> None:
     copies = Copies()
     copies.copy("one", list(range(400)))
-    copies.recorder.place_open_requests(1.01)
+    copies.recorder.find_workers(1.01)
     assert not copies.workers
     copies.store("b", list(range(400)))
-    copies.recorder.place_open_requests(1.1)
+    copies.recorder.find_workers(1.1)
     assert copies.workers == ["b"]
     assert copies.recorder.counts == {"placed": 1}
 
@@ -56,7 +56,7 @@ def test_two_turns_that_went_apart_between_two_looks_are_both_placed() -> None:
     copies.at = 1.001
     copies.copy("two", list(range(600)))
     copies.store("b", list(range(600)))
-    copies.recorder.place_open_requests(1.1)
+    copies.recorder.find_workers(1.1)
     assert copies.workers == ["a", "b"], "the other cache has the first prompt by the second turn"
     assert copies.recorder.counts == {"placed": 2}
 
@@ -67,5 +67,5 @@ def test_a_turn_beside_one_that_is_not_answered_yet_says_nothing_of_it() -> None
     copies.copy("beside", list(range(500)))
     assert not copies.workers
     copies.store("a", list(range(400)))
-    copies.recorder.place_open_requests(1.1)
+    copies.recorder.find_workers(1.1)
     assert copies.workers == ["a"]

@@ -66,10 +66,9 @@ class PrefillLeg:
     def __init__(
         self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
     ) -> None:
-        """Prepare the prefill, which `start` begins.
+        """Prepare the prefill, which `start` begins: a worker computes the prompt, so that another worker decodes.
 
-        `decision` has the workers: one for the prefill, and one that fetches its KV and decodes. `handover` describes
-        the transfer of the KV between them.
+        `decision` names both workers, and `handover` describes the transfer of the KV cache between them.
         """
         assert decision.transfer is not None
         self._owner = owner
@@ -90,13 +89,12 @@ class PrefillLeg:
         self._refusal = ""
         """Why the worker refuses the request, if the other worker is expected to refuse it too."""
 
-        # The request to the decode's worker.
+        # The request to the decode's worker, which fetches the KV.
         self._decode_fields: Fields | None = None
-        """Fields by which that worker fetches the KV; None until they are known."""
+        """Fields in its body by which the worker fetches the KV; None until they are known."""
         self._decode_body: Body = ()
-        """Its body, without these fields."""
-        self.is_taken = False
-        """Whether it was sent."""
+        """Its body without these fields."""
+        self.is_decode_sent = False
 
         self.times = PrefillTimes(self._transfer.source, proxy.now())
         context.prefill = self.times
@@ -160,18 +158,18 @@ class PrefillLeg:
     @property
     def holds_kv(self) -> bool:
         """Whether the source still keeps the KV, because no decode was sent that fetches and so frees it."""
-        return self.is_computed and not self.is_taken
+        return self.is_computed and not self.is_decode_sent
 
     @property
     def is_being_fetched(self) -> bool:
         """Whether the decode's worker may be fetching the KV now."""
-        return self.is_computed and self.is_taken
+        return self.is_computed and self.is_decode_sent
 
     def take_decode_fields(self, now: float) -> Fields | None:
         """Return the fields for the decode; None if the KV may be gone."""
         if self.is_computed and now > self._deadline_s:
             return None
-        self.is_taken = True
+        self.is_decode_sent = True
         return self._decode_fields
 
     def give_kv_back(self, decision: Decision) -> None:
@@ -192,7 +190,7 @@ class PrefillLeg:
             self._fail("refused", self._refusal)
         elif not self.is_computed and is_late:
             self._fail("timeout", f"no answer within {now - self.times.started_at_s:.1f} s")
-        elif self.is_taken and is_source_down and not is_late:
+        elif self.is_decode_sent and is_source_down and not is_late:
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
