@@ -161,17 +161,19 @@ class Chooser:
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
         prompt = self._prepare_query(request)
         load_order: LoadOrder | None = None
-        is_any_queued = bool(queued_ahead_s or queued_s)
-        if self._chooses_by_price and request.media_conversation is None and not is_any_queued:
+        has_special_price = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
+        if self._chooses_by_price and not has_special_price:
             load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
         shortlist, matches = self._make_shortlist(targets, prompt, load_order)
         sources = self._find_sources(request, excluded_sources)
         can_move_prefill = any(map(can_prefill, sources))
-        # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
-        has_best_sources = matches is not None and not can_move_prefill and _has_best_sources(load_order, sources)
-        if sources and prompt is not None and not has_best_sources:
-            matches = self._cache_state.match(prompt)
-        best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
+        best_sources: list[Target] = []
+        if sources and prompt is not None:
+            # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
+            has_best_sources = not can_move_prefill and _has_best_sources(load_order, sources)
+            if matches is None or not has_best_sources:
+                matches = self._cache_state.match(prompt)
+            best_sources = find_best_sources(sources, matches)
 
         # The prices, and the winner.
         output_tokens = self._output_lengths.estimate_length(request)

@@ -367,7 +367,8 @@ class RouterCore:
             self.counters["failed"] += 1
             return losses + self._place_queued(now)
         is_repeated_whole = continuation is None or continuation is active_request.request
-        if is_repeated_whole and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
+        may_be_crash = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
+        if is_repeated_whole and may_be_crash:
             active_request.crash_suspicions += 1
         self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1

@@ -208,8 +208,8 @@ class RequestPlacer:
             explain=active_request.wants_explanation,
             excluded_sources=excluded_sources,
         )
-        is_any_queued = self._queues_when_busy and bool(self.queue.requests)
-        if waits_behind_queue and is_any_queued and queued_ahead_s is None:
+        waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
+        if waits_behind_others and queued_ahead_s is None:
             queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
             self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
         if not choice.winner.is_missing_source:
@@ -293,7 +293,8 @@ class RequestPlacer:
             candidate=choice.winner,
         )
         # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
-        attempt = active_request.attempt = Attempt(decision, in_flight)
+        attempt = Attempt(decision, in_flight)
+        active_request.attempt = attempt
         if active_request.is_background:
             target.load.background_request_count += 1
         self._add_prompt(in_flight, choice, request.session, now)
@@ -382,7 +383,8 @@ class RequestPlacer:
         """
         in_flight, target, terms = attempt.in_flight, attempt.in_flight.target, attempt.decision.terms
         start_totals = attempt.transfer_start_totals
-        if start_totals is None or attempt.transfer_estimate is None or terms.slot_wait_s > 0.0:
+        has_waited_for_slot = terms.slot_wait_s > 0.0
+        if start_totals is None or attempt.transfer_estimate is None or has_waited_for_slot:
             return
         own_prefill_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
         waited_s = now - attempt.transfer_started_s - own_prefill_s

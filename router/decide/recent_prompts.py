@@ -76,11 +76,10 @@ class RecentPrompts:
         while start < len(keys):
             segment = self._segments.get(keys[start])
             if segment is None:
-                end = start + 1
-                while end < len(keys) and keys[end] not in self._segments:
-                    end += 1
-                self._add(_Segment(list(keys[start:end]), target, now, {target: 1}, session))
-                start, previous_segment = end, None
+                new_keys = self._list_new_keys(keys, start)
+                self._add(_Segment(new_keys, target, now, {target: 1}, session))
+                start += len(new_keys)
+                previous_segment = None
                 continue
             segment = self._split(segment, self._count_common(segment, keys, start))
             start += len(segment.keys)
@@ -90,6 +89,13 @@ class RecentPrompts:
             if previous_segment is None or not self._join(previous_segment, segment):
                 previous_segment = segment
         return duplicate_count
+
+    def _list_new_keys(self, keys: Sequence[int], start: int) -> list[int]:
+        """Return the keys of a prompt from `start` on, up to the next one with which a known segment begins."""
+        end = start + 1
+        while end < len(keys) and keys[end] not in self._segments:
+            end += 1
+        return list(keys[start:end])
 
     def end_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target.

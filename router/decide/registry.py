@@ -233,7 +233,8 @@ class WorkerRegistry:
         model, allowed_workers = request.model, request.allowed_workers
         model_sources = self._sources.get(model)
         if model_sources is None:
-            model_sources = self._sources[model] = self._list_sources(model)
+            model_sources = self._list_sources(model)
+            self._sources[model] = model_sources
         needed_tokens = _count_needed_tokens(request)
         sources: list[Target] = []
         for target in model_sources:
