@@ -213,7 +213,7 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
 
 
 class DeltaStream:
-    """Async iterator over the pieces of text of an answer, as they are generated. Records their times in the metrics.
+    """Async iterator over the pieces of text (deltas) of an answer as they are generated. Records their times.
 
     The engine core reports one output for each sequence and step, such as the next token id. A delta is the text that
     the output adds to its choice, one of the `n` answers that the request asked for.
@@ -268,14 +268,11 @@ def drop_tokens(output: SequenceOutput) -> SequenceOutput:
 
 
 async def format_logprobs(
-    formatter: ResponseFormatter,
-    deltas: list[tuple[Choice, ChoiceDelta]],
-    release_logprobs: Callable[[int], None],
+    formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]], release_logprobs: Callable[[int], None]
 ) -> None:
-    """Format the logprobs of new tokens as JSON. Other requests are served now and then, as there may be millions.
+    """Format the logprobs of new tokens as JSON. There may be millions, so other requests are served in between.
 
-    `release_logprobs` is called with the number of logprobs whose memory is free again, because the server limits how
-    many logprobs all requests hold together.
+    `release_logprobs` is called with the number of formatted logprobs, which the server need not hold any more.
     """
     if isinstance(formatter, MessagesFormatter):  # Anthropic's API has no logprobs
         return

@@ -59,7 +59,7 @@ def build_app(state: ServerState) -> web.Application:
     """Return the engine's HTTP application with all its routes."""
     app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
-    app.router.add_get("/", routes.show_paths)
+    # APIs of OpenAI and Anthropic.
     app.router.add_post("/v1/chat/completions", generate.create_chat_completion)
     app.router.add_post("/v1/completions", generate.create_completion)
     app.router.add_post("/v1/messages", generate.create_message)
@@ -69,6 +69,10 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_delete("/v1/responses/{response_id}", routes.delete_response)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
+    app.router.add_post("/tokenize", routes.tokenize)
+    app.router.add_post("/detokenize", routes.detokenize)
+    # Probes, metrics and facts for routers.
+    app.router.add_get("/", routes.show_paths)
     app.router.add_get("/health", routes.check_health)
     app.router.add_get("/ping", routes.check_health)
     app.router.add_post("/ping", routes.check_health)
@@ -76,14 +80,13 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_get("/metrics", routes.show_metrics)
     app.router.add_get("/kv_event_sources", routes.list_kv_event_sources)
     app.router.add_get("/kv_cache/groups", routes.list_kv_cache_groups)
+    # Routes of the operator.
     app.router.add_post("/reset_prefix_cache", routes.reset_prefix_cache)
     if state.config.sleep_mode:
         app.router.add_post("/sleep", weights.sleep)
         app.router.add_post("/wake_up", weights.wake_up)
         app.router.add_get("/is_sleeping", weights.is_sleeping)
         app.router.add_post("/collective_rpc", weights.collective_rpc)
-    app.router.add_post("/tokenize", routes.tokenize)
-    app.router.add_post("/detokenize", routes.detokenize)
     return app
 
 

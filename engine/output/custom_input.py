@@ -18,7 +18,7 @@ _CHAR_BY_ESCAPE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "u": "
 
 
 class CustomInputDecoder:
-    """Streams the input of a custom tool, a tool that takes free text, out of the JSON that the model writes.
+    """Extracts the input of a custom tool, a tool that takes free text, from the JSON that the model is writing.
 
     The model is shown a function with one string argument, and writes `{"input": "..."}`. After the piece
     `{"input": "a`, `push` returns "a"; after `\\nb"}`, it returns a line break and "b". Arguments in any other form are

@@ -69,7 +69,7 @@ class ToolCallFormat:
         return (*self.open_markers, self.close_marker, ARGUMENTS_MARKER, ID_MARKER)
 
     @property
-    def region_markers(self) -> tuple[str, ...]:
+    def call_markers(self) -> tuple[str, ...]:
         """Texts of several characters that may follow an opening marker or a call: markers and beginnings of calls."""
         call_starts = [call_start for call_start in self.readers if len(call_start) > 1]
         markers = (self.close_marker, *self.open_markers, *call_starts)

@@ -39,7 +39,7 @@ class GrowingText:
         self.text = self.text[self.position :] + piece
         self.position = 0
 
-    def take(self, end: int) -> str:
+    def take_to(self, end: int) -> str:
         """Return the text from `position` to `end`, which becomes the position."""
         taken_text = self.text[self.position : end]
         self.position = end
@@ -47,15 +47,19 @@ class GrowingText:
             self._held_parts.append(taken_text)
         return taken_text
 
+    def take_chars(self, count: int) -> str:
+        """Take the next `count` characters, and return them."""
+        return self.take_to(self.position + count)
+
     def take_all(self) -> str:
-        return self.take(len(self.text))
+        return self.take_to(len(self.text))
 
     def take_spaces(self, space: str = SPACE) -> str:
         """Take the characters of `space` that come next."""
         end = self.position
         while end < len(self.text) and self.text[end] in space:
             end += 1
-        return self.take(end)
+        return self.take_to(end)
 
     def may_become_any(self, texts: Sequence[str]) -> bool:
         """Return whether more text could make one of `texts` come next."""
@@ -99,7 +103,7 @@ class GrowingText:
         """
         while (yield from self.peek()):
             match = pattern.search(self.text, self.position)
-            emit(self.take(len(self.text) if match is None else match.start()))
+            emit(self.take_to(len(self.text) if match is None else match.start()))
             if match is not None:
                 return match[0]
         return ""
@@ -144,16 +148,18 @@ class DelimiterScanner:
     def take_until(self, source: GrowingText, emit: Callable[[str], object]) -> Steps[str]:
         """Take the text up to a delimiter, and emit it in pieces. Return the delimiter, which is not taken.
 
-        Returns an empty string at the end of the text, where the beginning of a delimiter may be left.
+        Yields whenever more text is needed. Returns an empty string at the end of the text, where the beginning of a
+        delimiter may be left.
         """
-        while True:
+        has_more = True
+        while has_more:
             match = self._pattern.search(source.text, source.position)
             if match is not None:
-                emit(source.take(match.start()))
+                emit(source.take_to(match.start()))
                 return match[0]
-            emit(source.take(self.find_partial(source.text, source.position)))
-            if not (yield from source.wait_for_more()):
-                return ""
+            emit(source.take_to(self.find_partial(source.text, source.position)))
+            has_more = yield from source.wait_for_more()
+        return ""
 
     def find_partial(self, text: str, start: int = 0) -> int:
         """Return the start of the longest tail of `text[start:]` that may become a delimiter, or the text's end."""

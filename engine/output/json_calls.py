@@ -48,7 +48,7 @@ def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[b
         return end_char != ""
     open_brackets = 0
     while char := (yield from source.take_until(_NESTING_PATTERN, emit)):
-        emit(source.take(source.position + 1))
+        emit(source.take_chars(1))
         if char == '"':
             is_complete = yield from _read_string_end(source, emit)
             if not is_complete:
@@ -67,13 +67,13 @@ def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[
     text ends within the string.
     """
     while char := (yield from source.take_until(_STRING_PATTERN, emit)):
-        source.take(source.position + 1)
+        source.take_chars(1)
         emit(_ESCAPE_BY_CONTROL_CHAR.get(char, char))
         if char == '"':
             return True
         if char == "\\":
             escaped_char = yield from source.peek()
-            source.take(source.position + len(escaped_char))
+            source.take_chars(len(escaped_char))
             escape = _ESCAPE_BY_CONTROL_CHAR.get(escaped_char)
             emit(escaped_char if escape is None else escape[1:])  # the escape's backslash was already emitted
     return False
@@ -126,7 +126,7 @@ class _ObjectCall:
     def read(self, *, needs_arguments: bool) -> Steps[bool]:
         """Read the object from "{" to "}", and add the call to the delta. Return False if it is no tool call."""
         source = self._source
-        source.take(source.position + 1)
+        source.take_chars(1)
         next_char = yield from source.peek_after_spaces()
         while next_char == '"':
             is_member_of_call = yield from self._read_member()
@@ -137,7 +137,7 @@ class _ObjectCall:
                 break
             if next_char != ",":
                 return False
-            source.take(source.position + 1)
+            source.take_chars(1)
             next_char = yield from source.peek_after_spaces()
             if next_char != '"':
                 return False
@@ -146,7 +146,7 @@ class _ObjectCall:
         was_streamed = self._delta.is_in_call
         if not was_streamed and not self._add_whole_call(needs_arguments=needs_arguments):
             return False
-        source.take(source.position + 1)
+        source.take_chars(1)
         return True
 
     def _add_whole_call(self, *, needs_arguments: bool) -> bool:
@@ -169,20 +169,23 @@ class _ObjectCall:
         key = None if key_json is None else _decode_string(key_json)
         if key not in _CALL_KEYS or key in self._seen_keys:
             return False
-        self._seen_keys.update(_ARGUMENT_KEYS if key in _ARGUMENT_KEYS else (key,))
-        if (yield from source.peek_after_spaces()) != ":":
+        is_arguments = key in _ARGUMENT_KEYS
+        self._seen_keys.update(_ARGUMENT_KEYS if is_arguments else (key,))
+        next_char = yield from source.peek_after_spaces()
+        if next_char != ":":
             return False
-        source.take(source.position + 1)
+        source.take_chars(1)
         first_char = yield from source.peek_after_spaces()
-        if first_char in ("", *",:}]"):
+        is_value_missing = first_char in ("", *",:}]")
+        if is_value_missing:
             return False
-        if key in _ARGUMENT_KEYS and self._name and first_char == "{":
+        if is_arguments and self._name and first_char == "{":
             is_complete = yield from self._stream_arguments()
             return is_complete
         value_json = yield from _collect_json_value(source)
         if value_json is None:
             return False
-        if key in _ARGUMENT_KEYS:
+        if is_arguments:
             self._arguments_json = value_json
         elif key == "name":
             self._name = _decode_string(value_json) or ""
@@ -208,7 +211,7 @@ def read_name(source: GrowingText) -> Steps[str | None]:
         match = NAME_PATTERN.match(source.text, source.position)
         if match is None:
             break
-        name += source.take(match.end())
+        name += source.take_to(match.end())
         if len(name) > MAX_NAME_CHARS:
             return None
     return name
@@ -238,7 +241,7 @@ def _skip_markers(source: GrowingText) -> Steps[bool]:
     while (char := (yield from source.peek())) and char != "{":
         id_match = NAME_PATTERN.match(source.text, source.position)
         if id_match is not None and expects_id:
-            source.take(id_match.end())
+            source.take_to(id_match.end())
         elif char in SPACE:
             source.take_spaces()
         else:
@@ -246,7 +249,7 @@ def _skip_markers(source: GrowingText) -> Steps[bool]:
             if not marker:
                 return False
             expects_id = marker == ID_MARKER
-            source.take(source.position + len(marker))
+            source.take_chars(len(marker))
     return char == "{"
 
 

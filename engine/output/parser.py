@@ -148,7 +148,7 @@ class OutputParser:
                     return
                 yield
         while (yield from self._read_text(self._call_format)):
-            yield from self._read_region(self._call_format)
+            yield from self._read_calls(self._call_format)
 
     # Reasoning --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class OutputParser:
         if not end_marker:
             self._delta.add_reasoning(source.take_all())
         elif end_marker not in call_markers:
-            source.take(source.position + len(end_marker))
+            source.take_chars(len(end_marker))
 
     def _read_open_marker(self, reasoning_format: ReasoningFormat) -> Steps[bool]:
         """Take the marker that opens reasoning, such as "<think>". Return False, and take nothing, for any other text.
@@ -189,7 +189,7 @@ class OutputParser:
                 return False
             for marker in reasoning_format.open_markers:
                 if text.startswith(marker):
-                    source.take(space_chars + len(marker))
+                    source.take_to(space_chars + len(marker))
                     return True
             may_become_marker = any(marker.startswith(text) for marker in reasoning_format.open_markers)
             if not may_become_marker:
@@ -222,10 +222,10 @@ class OutputParser:
             return False
         source.start_holding()
         if marker not in call_format.readers:  # a marker that begins the call itself is left for the call's reader
-            source.take(source.position + len(marker))
+            source.take_chars(len(marker))
         return True
 
-    def _read_region(self, format: ToolCallFormat) -> Steps[None]:
+    def _read_calls(self, format: ToolCallFormat) -> Steps[None]:
         """Read consecutive tool calls and the markup around them, up to the first text that is neither.
 
         Examples are `<tool_call>{"name": "f"}</tool_call>` and `[f(a=1), g()]`. `source` holds a copy of what was taken
@@ -235,11 +235,12 @@ class OutputParser:
         has_call = False
         is_in_array = False
         while True:
-            char = yield from source.peek_after_spaces(SPACE + ",;" if has_call else SPACE)
-            marker = yield from source.peek_any(format.region_markers)
-            is_region_marker = marker != "" and marker not in format.readers
-            if is_region_marker:  # it closes the calls, or opens further ones
-                self._take_region_marker(marker, format, has_call=has_call)
+            separators = SPACE + ",;" if has_call else SPACE
+            char = yield from source.peek_after_spaces(separators)
+            marker = yield from source.peek_any(format.call_markers)
+            is_call_marker = marker != "" and marker not in format.readers
+            if is_call_marker:  # it closes the calls, or opens further ones
+                self._take_call_marker(marker, format, has_call=has_call)
                 if marker == format.close_marker:
                     return
                 has_call = False
@@ -250,10 +251,10 @@ class OutputParser:
                 return
             elif char == "[" and not has_call and not is_in_array:
                 is_in_array = True
-                source.take(source.position + 1)
+                source.take_chars(1)
             elif char == "]" and has_call and is_in_array:
                 is_in_array = False
-                source.take(source.position + 1)
+                source.take_chars(1)
                 source.start_holding()
             else:
                 is_call = yield from self._read_call(format, marker, char)
@@ -273,17 +274,17 @@ class OutputParser:
             self._source.start_holding()
         return is_call
 
-    def _take_region_marker(self, marker: str, format: ToolCallFormat, *, has_call: bool) -> None:
+    def _take_call_marker(self, marker: str, format: ToolCallFormat, *, has_call: bool) -> None:
         """Take the marker that closes a group of calls, or opens another one. Markup without a call becomes text."""
         source = self._source
         if not has_call:
             self._revert_to_text()
         if marker != format.close_marker:
             source.start_holding()
-            source.take(source.position + len(marker))
+            source.take_chars(len(marker))
             return
         source.stop_holding()
-        close_marker = source.take(source.position + len(marker))
+        close_marker = source.take_chars(len(marker))
         if not has_call:
             self._delta.add_text(close_marker)
 

@@ -42,7 +42,7 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
     next_char = yield from source.peek()
     if next_char != "(":
         return False
-    source.take(source.position + 1)
+    source.take_chars(1)
     arguments = yield from _read_arguments(source)
     if arguments is None:
         return False
@@ -59,10 +59,10 @@ def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
     """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
     splitter = _ArgumentSplitter()
     while char := (yield from source.take_until(_PUNCTUATION_PATTERN_BY_QUOTE[splitter.quote], splitter.add_text)):
-        source.take(source.position + 1)
+        source.take_chars(1)
         if char == "\\":
             escaped_char = yield from source.peek()
-            splitter.add_escape(char + source.take(source.position + len(escaped_char)))
+            splitter.add_escape(char + source.take_chars(len(escaped_char)))
             continue
         splitter.add_punctuation(char)
         if splitter.depth == 0:

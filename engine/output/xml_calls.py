@@ -33,13 +33,13 @@ def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterType
     Returns False if the text is no complete call of a tool in `types`, the JSON types of each tool's parameters. Yields
     whenever more text is needed.
     """
-    source.take(source.position + len(FUNCTION_MARKER))
+    source.take_chars(len(FUNCTION_MARKER))
     name, is_complete = yield from _read_name(source)
     name = name.strip()
     if not is_complete or name not in types:
         return False
     source.stop_holding()  # the text is a call, so no copy of it is needed
-    source.take(source.position + 1)
+    source.take_chars(1)
     delta.begin_call(name)
     is_complete = yield from _XmlArguments(source, delta, types[name]).read()
     return is_complete
@@ -50,7 +50,7 @@ def _read_name(source: GrowingText) -> Steps[tuple[str, bool]]:
     name = ""
     while (yield from source.peek()):
         match = _NAME_END_PATTERN.search(source.text, source.position)
-        name += source.take(len(source.text) if match is None else match.start())
+        name += source.take_to(len(source.text) if match is None else match.start())
         if match is not None or len(name) > MAX_NAME_CHARS:
             return name, match is not None and match[0] == ">" and len(name) <= MAX_NAME_CHARS
     return name, False
@@ -84,14 +84,14 @@ class _XmlArguments:
     def _read_between_parameters(self) -> Steps[str]:
         """Take text up to a marker, and return the marker; an empty string at the end of the text.
 
-        The marker is taken too, unless it is `</tool_call>`, which the parser of the region takes.
+        The marker is taken, too, unless it is `</tool_call>`, which belongs to the text around the call.
         """
         source = self._source
         marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
         if not marker:
             source.take_all()  # the beginning of a marker
         elif marker != _REGION_END_MARKER:
-            source.take(source.position + len(marker))
+            source.take_chars(len(marker))
         return marker
 
     def _read_parameters(self) -> Steps[str]:
@@ -120,7 +120,7 @@ class _XmlArguments:
         """Take a name and its ">". Return it; None if the text ends within."""
         source, parts = self._source, list[str]()
         if (yield from source.take_until(_PARAMETER_NAME_END_PATTERN, parts.append)):
-            source.take(source.position + 1)
+            source.take_chars(1)
             return "".join(parts).strip()
         self._delta.add_text(_PARAMETER_MARKER + "".join(parts))
         return None
@@ -139,7 +139,7 @@ class _XmlArguments:
             value.append(source.take_all())
             value.leave_open()
             return ""
-        return source.take(source.position + len(marker))
+        return source.take_chars(len(marker))
 
     def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
         """Decide whether a `<parameter=` within a value begins the next parameter. Return the value to read now.
@@ -154,7 +154,7 @@ class _XmlArguments:
         if is_text:
             value.append(_PARAMETER_MARKER + name_text)
             return value
-        self._source.take(self._source.position + 1)
+        self._source.take_chars(1)
         value.end()
         return self._open_value(name)
 
@@ -213,6 +213,7 @@ class _ParameterValue:
             self._parts.append(piece)
 
     def end(self) -> None:
+        """Pass on the end of a string, or the whole value of another type."""
         self._delta.add_arguments('"' if self._is_string else encode_as_types("".join(self._parts), self._types))
 
     def leave_open(self) -> None:

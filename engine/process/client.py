@@ -66,10 +66,10 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Wait for outputs, and return those since the last call, merged into one for each sequence.
+        """Wait for generated tokens, and return those since the last call, merged into one output for each sequence.
 
-        These are at most TOKENS_PER_PAUSE tokens: the event loop serves others before the next call returns more. The
-        iteration ends when every sequence has finished. It raises the error of `fail` once all outputs are read.
+        At most TOKENS_PER_PAUSE tokens are returned, and other requests are served before the next call returns more.
+        The iteration ends when all sequences have finished. If the stream has failed, it raises the error at the end.
         """
         while not self._pending_output_by_id:
             if self._error is not None:
@@ -87,11 +87,10 @@ class OutputStream:
         return outputs
 
     def _take_outputs(self) -> list[SequenceOutput]:
-        """Remove unread outputs of at most TOKENS_PER_PAUSE tokens, and return them."""
+        """Remove unread outputs of at most TOKENS_PER_PAUSE tokens, and return them. A larger output is split."""
         outputs: list[SequenceOutput] = []
-        token_count = 0
+        remaining_tokens = TOKENS_PER_PAUSE
         for request_id, output in list(self._pending_output_by_id.items()):
-            remaining_tokens = TOKENS_PER_PAUSE - token_count
             if not remaining_tokens:
                 break
             if len(output.token_ids) > remaining_tokens:
@@ -99,7 +98,7 @@ class OutputStream:
             else:
                 del self._pending_output_by_id[request_id]
             outputs.append(output)
-            token_count += len(output.token_ids)
+            remaining_tokens -= len(output.token_ids)
             if output.finish_reason is not None:
                 self._open_request_ids.discard(request_id)
         return outputs
@@ -117,9 +116,9 @@ class OutputStream:
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Give an output to the reader, merged with the sequence's unread output, if there is one.
+        """Give newly generated tokens of a sequence to the reader. Unread outputs of a sequence are merged.
 
-        If the logprobs of the output exceed the budget, the reader gets the error, and this stream is closed.
+        If the logprobs of unread outputs take too much memory, the reader gets an error, and this stream is closed.
         """
         if output.logprobs or output.prompt_logprobs:
             logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
@@ -168,7 +167,10 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
 
 
 def take_first_tokens(output: SequenceOutput, count: int) -> SequenceOutput:
-    """Remove the first `count` tokens of an output, with the facts about the prompt, and return them as an output."""
+    """Split an output: remove its first `count` tokens, and return them as an output of their own.
+
+    The returned output also gets what is reported once, with the first token: `cached_tokens` and `prompt_logprobs`.
+    """
     logprobs = output.logprobs
     first_output = SequenceOutput(
         request_id=output.request_id,
@@ -180,7 +182,8 @@ def take_first_tokens(output: SequenceOutput, count: int) -> SequenceOutput:
     del output.token_ids[:count]
     if logprobs is not None:
         del logprobs[:count]
-    output.cached_tokens = output.prompt_logprobs = None
+    output.cached_tokens = None
+    output.prompt_logprobs = None
     return first_output
 
 
@@ -188,27 +191,32 @@ class EngineClient(asyncio.Protocol):
     """Starts one core process, and talks to it over a socket. Make it with `start`, then await `wait_ready`."""
 
     def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
-        """Connect to a core process that was started. `on_death` is called once, if the process ends before `close`."""
+        """Create the client of a core process. `on_death` is called once, if the process ends before `close`."""
         self._core_process = core_process
         self._on_death = on_death
+        self._ready_future: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
+        self._is_closing = False
+        self.death_reason: str | None = None
+        """Reason why the core has ended; None while it runs."""
+
+        # Messages over the socket.
+        self._transport: asyncio.Transport | None = None
         self._frame_reader = FrameReader()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
-        self._transport: asyncio.Transport | None = None
+
+        # Requests and calls that the core has not finished.
         self._stream_by_request_id: dict[str, OutputStream] = {}
+        self.logprob_budget = LogprobBudget()
         self._pending_calls: dict[int, asyncio.Future[str | None]] = {}
         self._call_count = 0
-        self.logprob_budget = LogprobBudget()
         self._open_ping: tuple[int, float] | None = None
-        """(call id, time when it was sent) of the ping that is not answered yet."""
-        self._ready_future: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
-        self._is_closing = False
+        """Call id of the ping that is not answered yet, and the time when it was sent."""
+
+        # Last statistics of the core, at most a tenth of a second old while it works.
         self.stats: EngineStats | None = None
-        """Last statistics of the core, at most a tenth of a second old while it works."""
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
-        self.death_reason: str | None = None
-        """Reason why the core has ended; None while it runs."""
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
@@ -234,9 +242,9 @@ class EngineClient(asyncio.Protocol):
         return len(self._stream_by_request_id)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Send requests, and return the stream of their outputs.
+        """Send requests to the engine core, and return the stream of the tokens that they generate.
 
-        Raises EngineDeadError, or RequestError if they ask for too many logprobs of prompts.
+        Raises EngineDeadError, or RequestError if the requests ask for too many logprobs of prompts.
         """
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
@@ -287,7 +295,11 @@ class EngineClient(asyncio.Protocol):
     async def _call(
         self, operation: Literal["reset", "sleep", "wake", "reload"], level: int = 1, path: str | None = None
     ) -> str | None:
-        """Have the core do `operation`, and return the reason why that failed, or None. Raises EngineDeadError."""
+        """Have the core do `operation`, and wait for the reply. Return the reason for a failure, or None for success.
+
+        `level`: for "sleep", 2 to free the weights, too. `path`: for "reload", the folder of the weights, or None for
+        the last one. Raises EngineDeadError.
+        """
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         self._call_count += 1
@@ -320,9 +332,9 @@ class EngineClient(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Handle each report of the core process that is complete with these bytes; asyncio calls this.
+        """Handle the reports of the core process that these bytes complete. Asyncio calls this.
 
-        A report has outputs, says that the core can serve, replies to a call, or gives the error that ends the core.
+        A report has generated tokens, says that the core is ready, replies to a call, or says why the core ends.
         """
         for payload in self._frame_reader.feed(data):
             report = self._decoder.decode(payload)
@@ -370,7 +382,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(encode_frame(payload))
 
     def _mark_dead(self, reason: str) -> None:
-        """End all streams and calls with EngineDeadError, and call `on_death`. Later calls do nothing."""
+        """Let all streams and calls fail with EngineDeadError, because the core has ended, and call `on_death`."""
         if self.death_reason is not None:
             return
         exit_status = self._core_process.poll()

@@ -43,6 +43,7 @@ from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
 SEND_FATAL_TIMEOUT_S = 5.0
+RECEIVE_BYTES_MAX = 1 << 20
 
 log = logging.getLogger("engine.process")
 
@@ -72,16 +73,16 @@ class CoreSocket:
             self._wake_sender.send(b"\0")
 
     def receive(self, wait_s: float | None) -> list[Command]:
-        """Return the commands that have arrived.
+        """Return the commands that have arrived from the HTTP process.
 
-        Wait `wait_s` (None: for ever) until there is one, the socket closes, or `wake` is called.
+        Waits for the first one until the socket closes, `wake` is called, or `wait_s` seconds pass (None: no limit).
         """
         if wait_s != 0.0:
             self._wait_readable(wait_s)
         commands: list[Command] = []
         while not self.is_closed:
             try:
-                data = self._sock.recv(1 << 20)
+                data = self._sock.recv(RECEIVE_BYTES_MAX)
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionError:
@@ -150,11 +151,10 @@ class CoreLoop:
         """Time from which on a report has statistics again."""
 
     def run(self) -> None:
-        """Execute commands and steps until the socket closes. Raises RunnerLostError if a device or rank is lost.
+        """Run the engine until the socket closes: execute new commands, do one step, send its outputs, and repeat.
 
-        While there is work, each round executes the commands that have arrived, and one step. Without work, the loop
-        sleeps until a command comes. Before that, it reports the statistics of the idle engine once. While all requests
-        wait for grammars or for blocks of peers, it sleeps until one is prepared, and reports statistics.
+        Without requests, the loop sleeps until a command comes. While all requests wait for a grammar or for blocks of
+        another engine, it wakes up to report statistics. Raises RunnerLostError if a device or rank is lost.
         """
         core, core_socket = self._core, self._core_socket
         core.watch(core_socket.wake)
@@ -164,7 +164,10 @@ class CoreLoop:
             if not is_busy and not is_idle_reported:
                 core_socket.send(self._make_report([], with_stats=True))
                 is_idle_reported = True
-            wait_s = 0.0 if core.can_step else STATS_PERIOD_S if is_busy else None
+            if core.can_step:
+                wait_s: float | None = 0.0
+            else:
+                wait_s = STATS_PERIOD_S if is_busy else None
             for command in core_socket.receive(wait_s):
                 self._execute_command(command)
             outputs: list[SequenceOutput] = []
@@ -214,7 +217,7 @@ class CoreLoop:
             self._rejected_outputs.append(output)
 
     def _execute_call(self, call: CallCore) -> str | None:
-        """Execute an operation. Returns the reason why it failed; None: it did not."""
+        """Reset the prefix cache, sleep, wake up or reload weights. Returns the reason for a failure, or None."""
         if call.operation == "reset":
             self._core.reset_prefix_cache()
         try:
@@ -235,9 +238,9 @@ class CoreLoop:
 
 
 def main(fd: int) -> int:
-    """Run the core process over the socket `fd` until it closes. Returns the exit status.
+    """Run the engine core's process: load the model, and serve the HTTP process over the socket `fd` until it closes.
 
-    The HTTP process handles signals, drains its requests, and closes the socket.
+    Returns the exit status. The HTTP process handles signals, drains its requests, and closes the socket.
     """
     faulthandler.enable()
     keep_freed_memory()
@@ -250,7 +253,7 @@ def main(fd: int) -> int:
     try:
         engine = assemble(config)
     except Exception as error:  # noqa: BLE001 - the HTTP process must get the reason, whatever it is
-        core_socket.send_fatal(f"cannot start: {error}")  # before the traceback, for which the disk may be full
+        core_socket.send_fatal(f"cannot start: {error}")  # before the traceback, which a full disk may stop
         is_expected = isinstance(error, (ValueError, OSError, RunnerLostError))
         if not is_expected:
             traceback.print_exc()
@@ -263,7 +266,10 @@ def main(fd: int) -> int:
 
 
 def _serve(engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool) -> int:
-    """Run the step loop until the socket closes. After an error, send the reason. Returns the exit status."""
+    """Report that the engine is ready, and run its step loop until the socket closes. Returns the exit status.
+
+    After an error, the HTTP process gets the reason.
+    """
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them

@@ -142,11 +142,7 @@ def make_generation(
 
 
 def _make_requests(
-    parsed_request: ParsedRequest,
-    answered_tokens: int,
-    id_prefix: str,
-    limits: ModelLimits,
-    kv_source: KVSource | None,
+    parsed_request: ParsedRequest, answered_tokens: int, id_prefix: str, limits: ModelLimits, kv_source: KVSource | None
 ) -> list[Request]:
     """Return the engine's requests for all answers to all prompts of an HTTP request. Raises RequestError.
 

@@ -155,7 +155,7 @@ class ArgumentWriter:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(quote, texts))})"
         resolved_schema = resolve(schema, self._root)
-        if not isinstance(resolved_schema, dict):
+        if not isinstance(resolved_schema, dict):  # a reference without a target, or a boolean
             resolved_schema = schema if isinstance(schema, dict) else {}
         value_type = resolved_schema.get("type")
         if value_type == "boolean":

@@ -46,7 +46,10 @@ class UnsupportedGrammar(ValueError):
 
 
 def escape_grammar(definition: str) -> str:
-    """Rewrite a Lark grammar to match the JSON-escaped form of the texts that it matches. Raises UnsupportedGrammar."""
+    """Rewrite a Lark grammar to match its texts in JSON-escaped form, for a model that writes them in JSON strings.
+
+    A line break, for example, becomes `\\n`. Raises UnsupportedGrammar.
+    """
     if len(definition) > DEFINITION_CHARS_MAX:
         raise UnsupportedGrammar(f"it has {len(definition)} characters, expected at most {DEFINITION_CHARS_MAX}")
     parts: list[str] = []
@@ -148,7 +151,7 @@ def _escape_regex(pattern: str, flags: str) -> str:
         raise UnsupportedGrammar(f"/{pattern[:80]}/{flags}: flags other than s and i are not supported")
     parser = _RegexParser(pattern, flags)
     try:
-        return f"({_write(parser.parse(), ())})"
+        return f"({_write_node(parser.parse(), ())})"
     except (re.error, RecursionError) as error:
         raise UnsupportedGrammar(f"/{pattern[:80]}/: {error}") from None
 
@@ -235,25 +238,24 @@ class _RegexParser:
         return node
 
 
-def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
-    """Return a Lark expression for a part of a regular expression, to match its texts as JSON escapes them.
+def _write_node(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
+    """Return a Lark expression for a node of a regular expression. It matches the node's texts in JSON-escaped form.
 
-    `following`: the nodes that may come after `node`. If none of them can begin with a character of a repeated class
-    such as `[a-z]+`, the repetition becomes one terminal `/[a-z]+/`, which is parsed faster than a terminal for each
-    character.
+    `following`: nodes that may come after `node`. If none of them can begin with a character of a repeated class such
+    as `[a-z]+`, the repetition becomes one terminal, which is parsed faster than a terminal for each character.
     """
     if isinstance(node, _CharSet):
         return _write_set(node, "")
     if isinstance(node, _Choice):
-        return "(" + " | ".join(_write(branch, following) for branch in node.branches) + ")"
+        return "(" + " | ".join(_write_node(branch, following) for branch in node.branches) + ")"
     if isinstance(node, _Sequence):
-        parts = node.parts
-        return " ".join(_write(part, (*parts[i + 1 :], *following)) for i, part in enumerate(parts)) or '""'
+        expressions = [_write_node(part, (*node.parts[i + 1 :], *following)) for i, part in enumerate(node.parts)]
+        return " ".join(expressions) or '""'
     repeated, count = node.inner, _write_count(node)
     is_star_or_plus = node.max_count is None and node.min_count <= 1
     if isinstance(repeated, _CharSet) and is_star_or_plus and _is_disjoint(repeated, following):
         return _write_set(repeated, "+") + count
-    return f"({_write(repeated, (repeated, *following))}){count}"
+    return f"({_write_node(repeated, (repeated, *following))}){count}"
 
 
 def _write_count(node: _Repeat) -> str:
@@ -310,7 +312,10 @@ def _have_common_char(first: _CharSet, second: _CharSet) -> bool:
 
 
 def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
-    """Return (class of the first characters of the texts that a node matches, whether it matches the empty text)."""
+    """Return the class of characters with which a text of a regular expression may begin, and if a text may be empty.
+
+    The class of a sequence has the first characters of its parts up to the first that cannot be empty.
+    """
     if isinstance(node, _CharSet):
         return node, False
     if isinstance(node, _Repeat):
@@ -318,9 +323,12 @@ def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
         return first, may_be_empty or node.min_count == 0
     sources: list[str] = []
     if isinstance(node, _Choice):
-        firsts = [_first_chars(branch) for branch in node.branches]
-        sources = [source for first, _ in firsts for source in first.sources]
-        return _CharSet(tuple(sources)), any(may_be_empty for _, may_be_empty in firsts)
+        has_empty_branch = False
+        for branch in node.branches:
+            first, may_be_empty = _first_chars(branch)
+            sources += first.sources
+            has_empty_branch = has_empty_branch or may_be_empty
+        return _CharSet(tuple(sources)), has_empty_branch
     for part in node.parts:
         first, may_be_empty = _first_chars(part)
         sources += first.sources

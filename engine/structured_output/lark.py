@@ -101,10 +101,10 @@ class _LarkWriter:
             raise field_error(path, problem) from None
 
     def write_json_schema(self, path: str, format: Format) -> str:
-        """Return an expression of the values that match a schema, as the format's `style` writes them.
+        """Return a grammar expression for the values that match a JSON schema (`format["json_schema"]`).
 
-        The styles are "json", "qwen_xml" (Qwen3-Coder's parameters) and "python" (the arguments of a call). Clients
-        cannot ask for "python".
+        The format's `style` says how values are written: "json", "qwen_xml" (Qwen3-Coder's parameters) or "python" (the
+        arguments of a call). `path`: place of the format in the request, for errors. Raises RequestError.
         """
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
@@ -184,33 +184,37 @@ class _LarkWriter:
         return f"({' | '.join(alternatives)})"
 
     def write_triggered_tags(self, path: str, format: Format) -> str:
-        """Return an expression of free text with tags in it, such as tool calls between <tool_call> marks.
+        """Return a grammar expression for free text with tags in it, such as tool calls between <tool_call> marks.
 
-        The text is free until one of the `triggers` comes, such as "<tool_call>". Then one of the `tags` must follow
-        that begin with this trigger.
+        The text is free until one of the `triggers` comes, such as "<tool_call>". Then one of the `tags` that begin
+        with this trigger must follow.
         """
-        triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
-        if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        triggers = _get_list(path, format, "triggers")
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise field_error(path, "expected at least one tag, and triggers that are strings")
         free_text = self.write_any_text(path, format)
-        tag_tails_by_trigger: dict[str, list[str]] = {}
-        for number, tag in enumerate(tags):
+        alternatives = []
+        for trigger, tag_rules in self._write_tags_by_trigger(path, format, triggers).items():
+            text_and_trigger = self._write_text_until(free_text, [trigger])
+            alternatives.append(self._rules.add_rule(f"{text_and_trigger} ({' | '.join(tag_rules)})"))
+        text_and_tag = self._rules.add_rule(" | ".join(alternatives))
+        must_come = format.get("at_least_one")
+        if not format.get("stop_after_first"):
+            return f"{text_and_tag}{'+' if must_come else '*'} {free_text}"
+        return text_and_tag if must_come else f"{text_and_tag} | {free_text}"
+
+    def _write_tags_by_trigger(self, path: str, format: Format, triggers: list[str]) -> dict[str, list[str]]:
+        """Add a rule for each tag of a format, for what follows the tag's trigger. Return the rules by trigger."""
+        rules_by_trigger: dict[str, list[str]] = {}
+        for number, tag in enumerate(_get_list(path, format, "tags")):
             tag_path = f"{path}.tags[{number}]"
             begin = _get_text(tag_path, tag, "begin")
             trigger = next((text for text in triggers if begin.startswith(text)), None)
             if trigger is None:
                 raise bad_value(f"{tag_path}.begin", begin, f"a text that begins with one of {', '.join(triggers)}")
             tag_tail = f"{self._rules.write_text(begin[len(trigger) :])} {self._write_tag_tail(tag_path, tag)}"
-            tag_tails_by_trigger.setdefault(trigger, []).append(self._rules.add_rule(tag_tail))
-        alternatives = [
-            self._rules.add_rule(f"{self._write_text_until(free_text, [trigger])} ({' | '.join(tag_tails)})")
-            for trigger, tag_tails in tag_tails_by_trigger.items()
-        ]
-        text_and_tag = self._rules.add_rule(" | ".join(alternatives))
-        must_come = format.get("at_least_one")
-        if not format.get("stop_after_first"):
-            return f"{text_and_tag}{'+' if must_come else '*'} {free_text}"
-        return text_and_tag if must_come else f"{text_and_tag} | {free_text}"
+            rules_by_trigger.setdefault(trigger, []).append(self._rules.add_rule(tag_tail))
+        return rules_by_trigger
 
     def write_tags_with_separator(self, path: str, format: Format) -> str:
         tags = self._write_elements(path, format, "tags")

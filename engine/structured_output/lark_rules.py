@@ -14,31 +14,29 @@ ANY_TEXT = "/(?s:.*)/"
 
 
 class GrammarRules:
-    """Collects the rules and terminals of one grammar, and gives them their names."""
+    """Collects the rules and terminals of one Lark grammar, for structured output, and gives them names."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
-        """`tokens`: text -> id of the token that stands for it."""
+        """`tokens`: ids of tokens that the grammar must use for their texts, such as "<tool_call>", by text."""
         self.lines: list[str] = []
         self._tokens = tokens
         texts = sorted(tokens, key=len, reverse=True)
         self._token_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def add_rule(self, body: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
 
     def add_terminal(self, body: str) -> str:
+        """Add a terminal, and return its name."""
         name = f"T{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name
 
     def write_text(self, text: str) -> str:
-        """Return an expression that matches a text.
-
-        Parts of it that are one added token of the vocabulary become that token: "a<think>" is `"a" <[7]>`, if 7 is the
-        id of <think>.
-        """
+        """Return an expression that matches a text. "a<think>" becomes `"a" <[7]>` if <think> is the token 7."""
         parts = []
         text_start = 0
         token_matches = () if self._token_pattern is None else self._token_pattern.finditer(text)
@@ -46,7 +44,8 @@ class GrammarRules:
             parts += [quote(text[text_start : match.start()]), f"<[{self._tokens[match[0]]}]>"]
             text_start = match.end()
         parts.append(quote(text[text_start:]))
-        return " ".join(part for part in parts if part != '""') or '""'
+        empty_text = '""'
+        return " ".join(part for part in parts if part != empty_text) or empty_text
 
 
 def json_directive(schema: Json, options: Mapping[str, Any]) -> str:

@@ -50,7 +50,10 @@ _NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of a random checkpoint, which determine its every byte. Sizes are those of the model's config.json."""
+    """Settings of a small random model for tests and demos: its family, its sizes and the seed of its weights.
+
+    Equal settings give equal files. Sizes are fields of the model's config.json.
+    """
 
     family: str = "qwen3"
     hidden_size: int = 64
@@ -61,12 +64,12 @@ class Recipe:
     intermediate_size: int = 128
     vocab_size: int = 2048
     max_position: int = 40960
-    """Most tokens of a prompt with its answer. First prompts of coding agents have 11,000 to 34,000 tokens."""
+    """Most tokens of a prompt and its answer: enough for the prompts of coding agents."""
     dtype: str = "float32"
     seed: int = 0
     tie_embeddings: bool = True
     max_shard_size: str = "1000GB"
-    """Largest size of a weights file, as transformers takes it. The default writes one file; less makes several."""
+    """Largest size of a weights file. The default writes one file, a smaller size several."""
 
 
 PRESETS: dict[str, Recipe] = {
@@ -159,9 +162,10 @@ FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
 
 
 def make_model(path: str | Path, recipe: Recipe) -> Path:
-    """Write the checkpoint of `recipe` into the folder `path`, which is made if absent. Return the folder.
+    """Write a random model as a Hugging Face checkpoint into the folder `path`, and return the folder.
 
-    Raises ValueError for a recipe that the family cannot have, or a folder that is not empty.
+    The files are a tokenizer, config.json, weights and generation_config.json. Raises ValueError for settings that the
+    model's family cannot have, or a folder that is not empty.
     """
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
@@ -176,9 +180,9 @@ def make_model(path: str | Path, recipe: Recipe) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(folder, recipe.vocab_size, recipe.max_position)
     _write_weights(folder, recipe, ids)
-    eos = [ids["<|im_end|>"], ids["<|endoftext|>"]]
-    generation = {"do_sample": True, "eos_token_id": eos, "pad_token_id": eos[1], "temperature": 1.0}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    eos_ids = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    generation_config = {"do_sample": True, "eos_token_id": eos_ids, "pad_token_id": eos_ids[1], "temperature": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=2), encoding="utf-8")
     return folder
 
 
@@ -207,7 +211,10 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
 
 
 def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
-    """Fill one parameter in place. Matrices preserve the variance of their input; vectors change a little."""
+    """Fill one weight of a random model in place. The values depend only on the recipe's seed, the name and the shape.
+
+    Matrices keep the variance of their input. Vectors are changed a little from their initial values.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(zlib.crc32(f"{recipe.seed}:{name}".encode()))
@@ -216,10 +223,10 @@ def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
         parameter.copy_(noise * (_LOGIT_STD / math.sqrt(recipe.hidden_size)))
     elif parameter.ndim >= 2:
         # Linear [out, in], experts [expert, out, in], convolutions [channel, 1, kernel]: the last axis is summed.
+        input_size = parameter.shape[-1]
         gain = next((gain for pattern, gain in _GAIN_BY_PATTERN if pattern.search(name)), 1.0)
-        parameter.copy_(noise * (gain / math.sqrt(parameter.shape[-1])))
-    else:
-        # Norm weights near their identity, biases near 0, decay rates near what the family draws.
+        parameter.copy_(noise * (gain / math.sqrt(input_size)))
+    else:  # weights of norms, biases and decay rates
         norm_biases = _NORM_BIASES.get(recipe.family, ())
         parameter.add_(noise * 0.1)
         parameter.add_(next((bias for pattern, bias in norm_biases if pattern in name), 0.0))

@@ -68,10 +68,9 @@ def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def _build_bpe(merges: list[tuple[str, str]]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer without added tokens. `merges`: pairs of tokens that are joined, in this
-    order.
-    """
-    vocab = {token: index for index, token in enumerate([*_BYTE_CHARS, *(a + b for a, b in merges)])}
+    """Return a byte-level BPE tokenizer without special tokens. `merges`: pairs of tokens to join, by priority."""
+    tokens = [*_BYTE_CHARS, *(first + second for first, second in merges)]
+    vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,7 +84,7 @@ def _build_bpe(merges: list[tuple[str, str]]) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[str, int]:
-    """Write tokenizer.json and tokenizer_config.json; return the ids of the special tokens."""
+    """Write the tokenizer of a random model in Hugging Face's files. Return the ids of its special tokens."""
     tokenizer = build_tokenizer(min(vocab_size, VOCAB_SIZE))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -116,9 +115,10 @@ def cached_tokenizer() -> Path:
 
 
 def build_cached(name: str, cache_inputs: str, write: Callable[[Path], object]) -> Path:
-    """Return a folder in the user's cache, which `write` fills if it is absent. Several processes may call it.
+    """Return a folder in the user's cache directory. If it is absent, `write` is called to create its files.
 
-    `cache_inputs`: text of everything that the folder depends on, besides the merges.
+    `cache_inputs`: text of everything that the files depend on, so that other inputs give another folder. Several
+    processes may call this at the same time.
     """
     cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
     key = sha256(cache_inputs.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]

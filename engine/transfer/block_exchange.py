@@ -155,7 +155,10 @@ class BlockExchange:
         finally:
             for new_block in reversed(new_blocks):
                 self._release(new_block)
-        return next((i for i, item in enumerate(items) if not _is_stored(pull, item)), len(items))
+        for index, item in enumerate(items):
+            if not _is_stored(pull, item):
+                return index
+        return len(items)
 
     def _fill_and_attach(
         self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
@@ -194,7 +197,7 @@ class BlockExchange:
             pool.release(block)
 
     def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
-        """Allocate a device block for each received block (`item`), and append it to `new_blocks`, until memory ends.
+        """Append to `new_blocks` a device block for each received block (`items`), until memory runs out.
 
         A cached block needs the blocks before it on the device. So the ones that only host memory has come first. If
         one of those is being computed by a running sequence, nothing is allocated.

@@ -154,8 +154,8 @@ class Puller:
         if has_failed_again:
             pause_s = max(pause_s, RETRY_AFTER_FAILURES * (now_s - start_s))
         if len(pause_ends_s) >= FAILED_SOURCES_MAX:
-            longest_ago = next(iter(pause_ends_s))
-            del pause_ends_s[longest_ago]
+            oldest_source = next(iter(pause_ends_s))
+            del pause_ends_s[oldest_source]
         pause_ends_s[source.address] = max(now_s + pause_s, last_pause_end_s or 0.0)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
