@@ -60,8 +60,8 @@ LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Most bytes of payload that are applied for one stream before other streams are served."""
-REPLY_COST_BYTES = 64
-"""Bytes for which each message of a reply counts besides its payload, as small ones take time too."""
+REPLY_COST_BYTES, REPLY_COST_DIVISOR = 64, 16
+"""A reply that is queued counts for so many bytes, and for this fraction of its own bytes."""
 TICK_S = 0.1
 STUCK_AFTER_S = 15.0
 """Seconds without a tick after which the thread counts as stuck."""
@@ -529,7 +529,8 @@ class EventFeed:
             else:
                 frames = stream.pop_reply()
                 stream.enqueue(self._handle_reply(stream, frames))
-                used_bytes += REPLY_COST_BYTES + sum(map(len, frames)) // 16  # it counts in full when it is applied
+                # To queue a reply costs little. Its payload counts in full when it is applied.
+                used_bytes += REPLY_COST_BYTES + sum(map(len, frames)) // REPLY_COST_DIVISOR
         self._report_dropped_messages(stream)
         if not stream.is_busy:
             self._busy_streams.discard(stream)

@@ -218,12 +218,10 @@ def open_recording(path: Path | None) -> Any:
 def iter_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
-    """Yield the streams of KV cache events at the addresses of the command line.
+    """Yield the streams of KV cache events at the addresses of the command line. Raises ClickException for a wrong one.
 
     An address is a publisher's (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers. The
-    n-th of `replays` is the address where the n-th publisher sends missed batches again; there may be fewer. Only
-    batches of `topic` are read; None: of all topics. Raises ClickException for a wrong address, and for a worker that
-    does not answer.
+    n-th of `replays` is the address where the n-th publisher sends missed batches again; there may be fewer.
     """
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):

@@ -34,9 +34,8 @@ def make_client_context(
 ) -> ssl.SSLContext:
     """Make the TLS context of outgoing connections from files. Raises ConfigError.
 
-    `certificate_path`, `key_path`: certificate for servers that require one from their clients. `ca_path`:
-    certificates of the authorities to trust; None: those of the system. `flag_prefix`: beginning of the flags' names
-    in errors, such as "--worker-tls" for --worker-tls-cert.
+    `certificate_path`: certificate for servers that require one. `ca_path`: authorities to trust; None: those of the
+    system. `flag_prefix`: beginning of the flags' names in errors, such as "--worker-tls" for --worker-tls-cert.
     """
     if ca_path is None:
         context = ssl.create_default_context()

@@ -40,8 +40,8 @@ class ChunkedBody:
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
         """Make a parser for one body; without `max_content_bytes` its size is not limited.
 
-        More content than `max_content_bytes` raises BodyTooLarge. The framing (chunk sizes, extensions, trailers) may
-        be `max_framing_bytes` longer than the content; more of it raises ProtocolError.
+        More content raises BodyTooLarge. The framing (chunk sizes, extensions, trailers) may be `max_framing_bytes`
+        longer than the content; more of it raises ProtocolError.
         """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
@@ -68,7 +68,8 @@ class ChunkedBody:
         """
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
-            if self.is_between_chunks:
+            # The property `is_between_chunks`, written out, as the call takes a tenth of the time of this function.
+            if self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
                 position = self._read_complete_chunks(data, position, payload)
                 if position == data_end:
                     break

@@ -214,10 +214,7 @@ class RequestParser:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> HttpRequest | None:
-        """Parse a head, if it has come completely; return the request if its whole body has come with it.
-
-        Otherwise return None; the request is kept until its body is complete. Raises BadRequest.
-        """
+        """Parse the next head; return the request if its whole body has come too, else keep it. Raises BadRequest."""
         raw_head = self._take_head()
         if raw_head is None:
             return None
@@ -264,10 +261,7 @@ class RequestParser:
         return self._unread_data[start : self._position]
 
     def _take_split_head(self, max_bytes: int) -> bytes | None:
-        """Add the unread bytes to a head that comes in several reads; return the head if it is complete now, or None.
-
-        Raises BadRequest if it is too long, or at once if it has a byte that no head may contain.
-        """
+        """Add unread bytes to a head that comes in several reads; return it if it is complete. Raises BadRequest."""
         buffer = self._head_buffer
         old_bytes = len(buffer)
         buffer += self._unread_data[self._position : self._position + max_bytes + 1 - old_bytes]

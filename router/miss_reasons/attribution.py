@@ -106,9 +106,8 @@ def correct_ranges(
 ) -> list[UncachedRange]:
     """Correct the uncached ranges of a prompt by the number of cached tokens that its worker reported.
 
-    The reported tokens are removed from the ranges. Tokens that were predicted to be cached, but were not, are added.
-    If a worker's events had announced 64, 96 were predicted and 32 are reported, then tokens 32-64 were mispredicted,
-    and 64-96 were not announced.
+    Predicted tokens that were not cached are added. If the worker's events had announced 64 tokens, 96 were predicted
+    and 32 are reported, then tokens 32-64 were mispredicted, and 64-96 were not announced.
     """
     worker, predicted_tokens = decision.worker, decision.predicted_cached_tokens
     reused_tokens = min(reported_tokens, prompt_tokens)
