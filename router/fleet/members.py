@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
-from router.fleet.worker_responses import are_ranks_asleep
+from router.fleet.worker_responses import ModelList, are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import ModelTokenizers
 
@@ -82,7 +82,7 @@ class _Member:
     facts: WorkerFacts | None = None
     """Result of the last successful probe; None: the worker was never reached."""
     checkpoint_by_model: dict[str, Checkpoint] = field(default_factory=dict)
-    """Base models' files on this machine, as they were when the worker was found or had restarted."""
+    """Base models' files on this machine, as they were when the worker was found, had restarted, or they came here."""
     engine_restarts: int = 0
     """Restarts of the worker's engine that its event streams have shown."""
     clear_count_asleep: int = 0
@@ -173,7 +173,7 @@ class Fleet:
         return flag.worker_id
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
-        """Start to probe and check a worker that the list `origin` names. It replaces one with the same id."""
+        """Start to probe a worker that the list `origin` names. It replaces one with the same id and other settings."""
         existing = self._members.get(flag.worker_id)
         if existing is not None and existing.flag == flag:
             existing.origins.add(origin)
@@ -518,11 +518,11 @@ class Fleet:
         member.problem = ""
         member.failures = 0
 
-        restart_count = None if earlier_facts is None else earlier_facts.restart_count
-        is_restarted = was_down or facts != earlier_facts or facts.restart_count != restart_count
+        is_restarted = was_down or earlier_facts is None or not _may_be_same_engine(earlier_facts, facts)
         if is_restarted:
-            member.checkpoint_by_model = _find_checkpoints(facts)
-        if self._forget_replaced_tokenizers(member) or is_restarted:
+            member.checkpoint_by_model = {}
+        member.checkpoint_by_model |= _find_checkpoints(facts, member.checkpoint_by_model)
+        if self._forget_replaced_tokenizers(member, facts) or is_restarted or facts != earlier_facts:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots = await self._fetch_snapshots(facts) if is_new else {}
@@ -605,15 +605,17 @@ class Fleet:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         return worker
 
-    def _forget_replaced_tokenizers(self, member: _Member) -> bool:
+    def _forget_replaced_tokenizers(self, member: _Member, facts: WorkerFacts) -> bool:
         """Forget the tokenizer of each model that this worker loaded from another checkpoint; return whether any was.
 
         A model keeps its name when its workers restart with another checkpoint, or with new files in its folder. The
-        tokenizer stays while another worker uses the old files, or if the new ones are not on this machine.
+        tokenizer stays while another worker uses the old files, or if the new ones are not on this machine (any more).
         """
         is_replaced = False
         for base, checkpoint in member.checkpoint_by_model.items():
-            if self._tokenizers.is_replaced(base, checkpoint) and not self._is_loaded_elsewhere(base, member):
+            if not self._tokenizers.is_replaced(base, checkpoint) or self._is_loaded_elsewhere(base, member):
+                continue
+            if find_checkpoint(facts.roots.get(base, checkpoint.folder)) == checkpoint:
                 is_replaced = True
                 self._tokenizers.forget(base)
         return is_replaced
@@ -663,10 +665,16 @@ def compute_max_blocks(spec: WorkerSpec) -> int:
     return BLOCKS_MIN + BLOCKS_FACTOR * per_rank
 
 
-def _find_checkpoints(facts: WorkerFacts) -> dict[str, Checkpoint]:
-    """Return the files of a worker's base models, as they are now; those that are not on this machine are left out."""
+def _may_be_same_engine(earlier_facts: WorkerFacts, facts: WorkerFacts) -> bool:
+    """Return whether a worker's facts of a probe and of an earlier one show no restart of its engine in between."""
+    served = ModelList(facts.spec.models, dict(facts.roots), facts.spec.engine)
+    return earlier_facts.may_be_same_engine(served, facts.sources, facts.engine_ids, facts.restart_count)
+
+
+def _find_checkpoints(facts: WorkerFacts, known_models: Collection[str] = ()) -> dict[str, Checkpoint]:
+    """Return the files of a worker's base models, as they are now, for models that are not known and are here."""
     checkpoints = {}
-    for base in {model.base for model in facts.spec.models} & set(facts.roots):
+    for base in ({model.base for model in facts.spec.models} & set(facts.roots)).difference(known_models):
         if (checkpoint := find_checkpoint(facts.roots[base])) is not None:
             checkpoints[base] = checkpoint
     return checkpoints

@@ -741,9 +741,9 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                     dataclasses.replace(second_facts, roots={"base": str(tmp_path / "elsewhere")}),
                 ):
                     fleet._members["second"].checkpoint_by_model = _find_checkpoints(kept_facts)
-                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"])
+                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"], kept_facts)
                 fleet._members["second"].checkpoint_by_model = _find_checkpoints(second_facts)
-                assert fleet._forget_replaced_tokenizers(fleet._members["second"])
+                assert fleet._forget_replaced_tokenizers(fleet._members["second"], second_facts)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -763,11 +763,72 @@ def test_new_files_in_a_folder_are_read_once_no_worker_has_the_old_ones(tmp_path
                 await wait_until(lambda: tokenizers.get("base") is not None)
                 old_tokenizer = tokenizers.get("base")
                 write_tokenizer(tmp_path, 2048, 4096)
+                adapter = {"id": "sql", "owned_by": "vllm", "parent": "base"}
+                page.answers["/v1/models"] = (200, json.dumps({"data": [card, adapter]}))
+                await wait_until(lambda: "sql" in core.workers[name].models)
                 await page.wait_for_requests("/metrics", 3)
                 assert tokenizers.get("base") is old_tokenizer, "the worker has read the old files"
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
                 assert tokenizers.checkpoint_by_model["base"] == find_checkpoint(str(tmp_path))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_tokenizer_is_kept_while_the_worker_has_neither_it_nor_the_files_of_today(tmp_path: Path) -> None:
+    """Files that are replaced twice in a rolling restart: they would be read anew at each probe, for nothing."""
+    write_tokenizer(tmp_path, 1024, 4096)
+    card = {"id": "base", "owned_by": "vllm", "root": str(tmp_path)}
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001, sources_s=0.001)
+        page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            with ThreadPoolExecutor(1) as executor:
+                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.get("base") is not None)
+                old_tokenizer, member = tokenizers.get("base"), fleet._members[name]
+                write_tokenizer(tmp_path, 2048, 4096)
+                between = find_checkpoint(str(tmp_path))
+                assert between is not None
+                write_tokenizer(tmp_path, 3072, 4096)
+                member.checkpoint_by_model = {"base": between}
+                await page.wait_for_requests("/metrics", 3)
+                assert tokenizers.get("base") is old_tokenizer
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_checkpoint_that_comes_to_this_machine_after_its_workers_have_started_is_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+    later = tmp_path / "later"
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001, sources_s=0.001)
+
+        def serve(folder: Path) -> None:
+            card = {"id": "base", "owned_by": "vllm", "root": str(folder)}
+            page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
+
+        serve(tmp_path)
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            with ThreadPoolExecutor(1) as executor:
+                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.get("base") is not None)
+                old_tokenizer = tokenizers.get("base")
+                serve(later)
+                await page.wait_for_requests("/metrics", 3)
+                assert tokenizers.get("base") is old_tokenizer, "the other one is not here"
+                copying = tmp_path / "copying"
+                copying.mkdir()
+                write_tokenizer(copying, 2048, 4096)
+                copying.rename(later)
+                await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
+                assert tokenizers.checkpoint_by_model["base"].folder == str(later)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
