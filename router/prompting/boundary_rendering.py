@@ -7,6 +7,7 @@ begins with a token at which the tokenizer cuts any text, so that its ids do not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -68,21 +69,26 @@ class BoundaryRenderer:
         """
         turn = None if prefix.has_late_system else self._read_plain_turn(prefix, inputs, messages)
         pieces = None if turn is None else self._pieces_by_key.get(turn.key)
-        if turn is not None and pieces is not None:
+        if turn is not None and pieces is not None:  # the text around the messages' texts is known
             text: str | None = pieces.fill(turn.texts)
         else:
             text = self._render_after(prefix, inputs, messages)
-            if turn is not None and text is not None and turn.key not in self._pieces_by_key:
-                pieces = find_pieces(turn, text, partial(self._render_after, prefix, inputs))
-                self._store_pieces(turn.key, pieces)
+            if turn is not None and text is not None:
+                pieces = self._find_and_store_pieces(turn, text, partial(self._render_after, prefix, inputs))
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, prefix, inputs, messages, text, turn, pieces)
 
-    def _store_pieces(self, key: TurnKey, pieces: TurnPieces | None) -> None:
+    def _find_and_store_pieces(
+        self, turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]
+    ) -> TurnPieces | None:
+        if turn.key in self._pieces_by_key:  # as None: there are no pieces
+            return None
         if len(self._pieces_by_key) >= PIECES_MAX:
             self._pieces_by_key.clear()
-        self._pieces_by_key[key] = pieces
+        pieces = find_pieces(turn, text, render)
+        self._pieces_by_key[turn.key] = pieces
+        return pieces
 
     def _read_plain_turn(
         self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -127,6 +133,7 @@ class BoundaryRenderer:
             return None
         has_late_system = prefix.has_late_system
         short_text = self._render(placeholders, inputs, later_messages, has_late_system=has_late_system) or ""
+        # Placeholders of messages contain FILLER, those of the system text and the tools SYSTEM_FILLER.
         ends_with_system = short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER)
         if ends_with_system and not has_late_system:
             has_late_system = True

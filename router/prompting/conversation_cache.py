@@ -37,6 +37,8 @@ _PREFIX_PARTS: Final = [slice(start, end) for start, end in pairwise([0, *PREFIX
 """The part of each prefix that the next shorter one lacks."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation, and most that are tried for one body."""
+_ENTRY_BYTES = 1000
+"""Estimated bytes of an entry, besides its contents."""
 _BOUNDARY_BYTES = 4000
 """Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
 _DECODED_BYTES_PER_BYTE = 4
@@ -90,27 +92,26 @@ class CachedConversation(msgspec.Struct, eq=False):
     end_json: bytes = b""
     """The body after its messages, such as `], "stream": true}`. If it is equal, only new messages are parsed."""
     keeps_messages_as_sent: bool = False
-    """Whether the template got the messages as the client sent them (`ChatTemplate.keeps_messages_as_sent`)."""
+    """Whether the template got the messages as the client sent them, and not as newer transformers change them."""
     model: str = ""
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
-    """Digest of the first user message (router/prompting/sessions.py)."""
+    """Digest of the first user message, which names a conversation without another name."""
     prepared_prompt: Any = None
-    """The prompt as the index prepared it, with the digests of its blocks; None if the index did not read it."""
+    """Token ids with the digests of their KV blocks, as the router's index keeps them; None if it did not read them."""
     prepared_prompt_bytes: int = 0
     """Memory of `prepared_prompt` besides `token_ids`."""
 
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
-        size_bytes = self.token_ids.itemsize * len(self.token_ids)
-        size_bytes += self.prepared_prompt_bytes + 1000
+        size_bytes = _ENTRY_BYTES + self.token_ids.itemsize * len(self.token_ids) + self.prepared_prompt_bytes
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.prefix.text) for boundary in self.boundaries])
         if self.chat is not None:
-            end_bytes = len(self.end_json)
-            size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)
+            json_bytes_besides_messages = self.messages_start + len(self.end_json)
+            size_bytes += len(self.end_json) + _DECODED_BYTES_PER_BYTE * json_bytes_besides_messages
         return size_bytes + len(str(self.first_message.get("content")))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -292,9 +291,9 @@ def continue_conversation(
     `differs_before_next`: whether the body is known to differ from the cached one before the latter's next boundary.
     """
     template = renderer.template
-    tail = _read_chat_tail(conversation, boundary, body, template)
+    tail = _parse_new_chat_messages(conversation, boundary, body, template)
     if tail is None:
-        tail = _read_tail(conversation, boundary, body, template)
+        tail = _parse_without_cached_messages(conversation, boundary, body, template)
     if tail is None or tail.inputs_digest != conversation.inputs_digest:
         return None
     if conversation.kind == "messages" and not tail.messages:
@@ -303,9 +302,11 @@ def continue_conversation(
     rendered = renderer.render_new(boundary.prefix, inputs, tail.messages)
     if rendered is None:
         return None
-    changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
-    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
-    cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages) if has_grown else None
+    cut = None
+    new_bytes = len(body) - boundary.body_end
+    if new_bytes >= max(GROWTH_BYTES_MIN, boundary.body_end // 32):  # enough for a cache entry of its own
+        changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
+        cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages)
     return _append_new_tokens(conversation, boundary, tail, rendered, cut=cut, body=body)
 
 
@@ -323,12 +324,12 @@ def _append_new_tokens(
     `tail`: the new messages. `rendered`: their text. `cut`: place among them at which the next turn can continue; texts
     before and after it are encoded separately, to count the tokens before it. Without a cut there is no cache entry.
     """
-    encode = partial(rendered.renderer.tokenizer.encode_array, add_special_tokens=False)
+    tokenizer = rendered.renderer.tokenizer
     text_after_cut = "" if cut is None else cut.after.text
-    new_ids = encode(rendered.text.removesuffix(text_after_cut))
+    new_ids = tokenizer.encode_array(rendered.text.removesuffix(text_after_cut), add_special_tokens=False)
     next_token_count = boundary.token_count + len(new_ids)
     if text_after_cut:
-        new_ids += encode(text_after_cut)
+        new_ids += tokenizer.encode_array(text_after_cut, add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(new_ids)]
     token_ids[boundary.token_count :] = new_ids
     continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(rendered.text))
@@ -417,7 +418,7 @@ def _depends_on_template(request: RoutingRequest) -> bool:
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_chat_tail(
+def _parse_new_chat_messages(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
     """Parse only the new messages of a chat, those after a boundary: its other fields are equal to the cached body's.
@@ -451,7 +452,7 @@ def _read_chat_tail(
     )
 
 
-def _read_tail(
+def _parse_without_cached_messages(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
     """Parse a body without its cached messages, those before a boundary; one sentinel message stands for them.
