@@ -24,7 +24,7 @@ from routing_sim.traces import ChatShape, generate_chat, generate_tool_use, read
 
 from router.decide.config import CoreConfig
 from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts
-from router.shadow.replay import ObservedEngine, compare
+from router.shadow.replay import ObservedEngine, compare_placements
 from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
 from simulation.workload import SimRequest, Workload
@@ -151,7 +151,7 @@ def compare_run(
     warming = len(requests) // 10
     cache_tokens = None if blocks is None else blocks * workload.block_size
     engines = [ObservedEngine(str(i), cache_tokens) for i in range(workers)]
-    comparison = compare(requests, engines, workload.block_size, CoreConfig(), warming=warming)
+    comparison = compare_placements(requests, engines, workload.block_size, CoreConfig(), warming=warming)
     scored_requests = [request.serial for request in requests[warming:]]
 
     def compute_saving(figure: str) -> tuple[float, float]:

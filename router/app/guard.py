@@ -57,7 +57,7 @@ class AdminGuard:
         origin = request.get_header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _make_forbidden_error("pages of other sites may not use the admin routes")
-        # Without asking first, a browser sends only forms and plain text to another site.
+        # A browser sends JSON to another site only if that site allows it.
         content_type = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and content_type != b"application/json":
             raise RequestError("the body needs the header Content-Type: application/json", param=None, status=415)

@@ -57,7 +57,7 @@ class CopyingApp(RouterApp):
             except RequestError:
                 pass  # the client hears of the error from the worker that answers the original request
         exchange = connection.responder
-        if not isinstance(exchange, MirroredExchange):
+        if not isinstance(exchange, MirroredExchange):  # the copy was not read, or refused at once
             context = RequestContext(request, connection.tenant, self.now())
             exchange = self.dispatcher.open(context, connection, MirroredExchange)
         assert isinstance(exchange, MirroredExchange)

@@ -22,7 +22,7 @@ from router.http.routes import Response, Routes
 from router.shadow.config import ShadowConfig
 from router.shadow.observed_request import ObservedRequest
 from router.shadow.recorder import Recorder
-from router.shadow.replay import Comparison, compare
+from router.shadow.replay import Comparison, compare_placements
 from router.shadow.report import CAUSES, ShadowReport, render_page, sum_lost_tokens_by_cause
 
 log = logging.getLogger("router")
@@ -121,7 +121,9 @@ class ShadowReporter:
         """Return a function that compares the requests. The first of them, `warm_share`, only fill the caches."""
         warmup_count = min(int(len(requests) * self._config.warm_share), len(requests) - 1)
         recorder = self._recorder
-        return partial(compare, requests, recorder.engines(), recorder.block_tokens, self._router_config, warmup_count)
+        return partial(
+            compare_placements, requests, recorder.engines(), recorder.block_tokens, self._router_config, warmup_count
+        )
 
     def _make_report(self) -> ShadowReport:
         """Return the report about all requests until now, with the result of the last comparison."""

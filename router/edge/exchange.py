@@ -238,10 +238,10 @@ class Exchange:
     def _build_request(self, decision: Decision, endpoint: Endpoint) -> tuple[bytes, Body] | None:
         """Return head and body for the chosen worker; None if it cannot continue the answer."""
         proxy, context = self._proxy, self.context
-        stream, path = context.continuation, None
+        continuation, path = context.continuation, None
         body: Body | None = context.request.pieces
-        if stream is not None:
-            body, path = stream.build_request_body(proxy.workers.get_engine(decision.worker)), stream.path
+        if continuation is not None:
+            body, path = continuation.build_request_body(proxy.workers.get_engine(decision.worker)), continuation.path
         if body is None:
             return None
         kv_fields = None if decision.transfer is None else self._take_kv_fields(decision)
@@ -374,7 +374,7 @@ class Exchange:
         Bytes that the worker sends after the end of its answer are dropped.
         """
         context, body, response_filter = self.context, head.body, self._filter
-        progress, stream = context.progress, response_filter.stream
+        progress, continuation = context.progress, response_filter.continuation
         content = bytearray() if response_filter.removes_chunks else None
         body_bytes = body.feed(data, content)
         now = self._proxy.now()
@@ -390,7 +390,7 @@ class Exchange:
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(context)
 
-        if stream is not None and stream.has_worker_failed and self._handle_worker_failure(stream):
+        if continuation is not None and continuation.has_worker_failed and self._handle_worker_failure(continuation):
             return  # another worker continues the answer
         if body.is_complete:
             self._end_body(head, reusable=head.keep_alive and not has_surplus)
@@ -413,8 +413,8 @@ class Exchange:
 
     def _end_body(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the answer with its body, unless events are missing in a stream. `reusable`: the worker's connection."""
-        stream = self._filter.stream
-        if stream is not None and stream.is_truncated:
+        continuation = self._filter.continuation
+        if continuation is not None and continuation.is_truncated:
             self._handle_broken_response("the worker ended its answer without a finish reason")
             return
         if self._filter.adds_chunks:
@@ -559,7 +559,8 @@ class Exchange:
     def _terminate_body(self, head: ResponseHead) -> None:
         """End the body for a client that has the last event, as the worker has closed its connection."""
         body, response_filter = head.body, self._filter
-        can_end_body = isinstance(body, ChunkedBody) and (response_filter.stream is not None or body.is_between_chunks)
+        records_tokens = response_filter.continuation is not None  # then the client has whole chunks only
+        can_end_body = isinstance(body, ChunkedBody) and (records_tokens or body.is_between_chunks)
         if can_end_body and not response_filter.is_http_1_0:
             self.client.write(LAST_CHUNK)
             self._complete(head, reusable=False)
@@ -577,10 +578,10 @@ class Exchange:
         self._proxy.record_broken_stream(self.context, "cut", reason)
         self.client.abort_response()
 
-    def _handle_worker_failure(self, stream: StreamContinuation) -> bool:
+    def _handle_worker_failure(self, continuation: StreamContinuation) -> bool:
         """Continue elsewhere after a worker reported its failure; return False if the report goes to the client."""
         if not self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
-            self.client.write(encode_chunk(stream.release_failure_event()))
+            self.client.write(encode_chunk(continuation.release_failure_event()))
             return False
         return True
 
@@ -609,12 +610,12 @@ class Exchange:
 
     def _leave_worker(self, continuation_route: RouteRequest, reason: str, kind: FailureKind) -> None:
         """Close the attempt in the middle of its answer, and prepare the request for the rest of the answer."""
-        context, stream = self.context, self.context.continuation
+        context, continuation = self.context, self.context.continuation
         self.close()
         self._proxy.record_failed_attempt(context.decision, kind, reason)
         self._proxy.record_broken_stream(context, "continued", reason)
-        if stream is not None and stream.recorder is not None:
-            stream.start_continuation(continuation_route, context.model_tokens_max)
+        if continuation is not None and continuation.recorder is not None:
+            continuation.start_continuation(continuation_route, context.model_tokens_max)
         context.route, self._attempt = continuation_route, None
         context.progress.restart()
 
@@ -642,11 +643,11 @@ class Exchange:
 
     def _write_end_events(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream if the client has its last token; return False if tokens are missing."""
-        context, stream = self.context, self.context.continuation
-        if stream is None:
+        context, continuation = self.context, self.context.continuation
+        if continuation is None:
             return False
         is_usage_sent = context.progress.find_reported_usage() is not None
-        end_events = stream.build_end_events(is_usage_sent=is_usage_sent)
+        end_events = continuation.build_end_events(is_usage_sent=is_usage_sent)
         if end_events is None:
             return False
         self._proxy.record_broken_stream(context, "completed", reason)
@@ -656,10 +657,10 @@ class Exchange:
 
     def _build_continuation_route(self, route: RouteRequest) -> RouteRequest | None:
         """Return the core's request for the rest of a streamed answer; None if no worker can continue it."""
-        decision, stream = self.context.decision, self.context.continuation
-        if stream is None or stream.recorder is None:  # the tokens that the client has are unknown
+        decision, continuation = self.context.decision, self.context.continuation
+        if continuation is None or continuation.recorder is None:  # the tokens that the client has are unknown
             return route if self._may_repeat() else None
-        continuation_route = stream.build_continuation_route(route, self.context.model_tokens_max)
+        continuation_route = continuation.build_continuation_route(route, self.context.model_tokens_max)
         if continuation_route is None or continuation_route is route or decision is None:
             return continuation_route
         same_engine_workers = self._proxy.workers.find_workers_of_same_engine(decision.worker)

@@ -97,9 +97,9 @@ class MissReasonsRecorder:
                 self._header_watches.add(own_key)
             if self._is_sampled(conversation_keys) or self._is_watched(conversation_keys):
                 context.miss_analysis = self._make_prompt(context, route, body)
-                for key in conversation_keys:
-                    self._header_watches.record_prompt(key, self._proxy.now())
-                    self._operator_watches.record_prompt(key, self._proxy.now())
+                for watches in self._watches:
+                    for key in conversation_keys:
+                        watches.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
             self._record_crash(error)
 

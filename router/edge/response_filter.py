@@ -28,7 +28,7 @@ class ResponseFilter(msgspec.Struct, eq=False):
     """Whether `convert` takes the content of the body without the worker's chunks."""
     adds_chunks: bool = False
     """Whether `convert` puts the content into new chunks."""
-    stream: StreamContinuation | None = None
+    continuation: StreamContinuation | None = None
     """Continuation that records the tokens of the answer; None if they are not recorded."""
     _redactor: ResponseRedactor | None = None
 
@@ -46,7 +46,7 @@ class ResponseFilter(msgspec.Struct, eq=False):
         fields whose values are blanked; None changes nothing. `is_stream`: whether the answer is a stream of events.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
-        self.stream = continuation if records_tokens else None
+        self.continuation = continuation if records_tokens else None
         if redacted_keys is not None and _is_readable(head):
             # The redactor must not blank the sizes of chunks, so it has to know whether they are in its input.
             keeps_chunks = is_stream and not records_tokens and not self.is_http_1_0
@@ -57,8 +57,8 @@ class ResponseFilter(msgspec.Struct, eq=False):
 
     def convert(self, data: bytes, *, is_last: bool) -> bytes:
         """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
-        if self.stream is not None:
-            data = self.stream.record_and_convert(data, is_last=is_last)
+        if self.continuation is not None:
+            data = self.continuation.record_and_convert(data, is_last=is_last)
         if self._redactor is not None:
             data = self._redactor.feed(data, ends=is_last)
         return encode_chunk(data) if self.adds_chunks else data

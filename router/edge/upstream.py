@@ -255,8 +255,8 @@ class UpstreamPool:
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Keep a connection for further requests to its worker, after a complete answer.
 
-        The connection is closed instead if the worker answered before it had the whole request, or if it has enough
-        idle connections.
+        The connection is closed instead if the worker answered before it had the whole request, or if the pool has
+        enough idle connections to that worker.
         """
         connection.user = None
         transport = connection.transport

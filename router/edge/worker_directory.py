@@ -22,7 +22,7 @@ class WorkerDirectory:
         self.may_send_key: Callable[[str], bool] = lambda worker_id: True
         """Returns whether a worker may get `authorization`. Other workers get no key."""
         self.fleet_key: bytes | None = None
-        """Key under which the sources of pulls are signed; None: the router has none."""
+        """Secret key with which fetches of cached prefixes are signed; None: the router has none."""
 
     def get_endpoint(self, worker_id: str) -> Endpoint | None:
         """Return the address of a worker; None for one that was removed or has no URL."""

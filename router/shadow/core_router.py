@@ -58,19 +58,17 @@ class BlockScaledIndex:
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
         """Return how much of a prompt each worker has cached, in tokens."""
-        matches = []
-        for match in self._inner.match(token_ids, scope, *options):
-            gpu_tokens = match.gpu_tokens * self._block_tokens
-            matches.append(
-                Match(
-                    holder=match.holder,
-                    tokens=match.tokens * self._block_tokens,
-                    gpu_tokens=gpu_tokens,
-                    tier_tokens=(gpu_tokens, 0, 0, 0),  # slower tiers are not told apart
-                    pinned_tokens=match.pinned_tokens * self._block_tokens,
-                )
-            )
-        return matches
+        return [self._scale_match(match) for match in self._inner.match(token_ids, scope, *options)]
+
+    def _scale_match(self, match: Match) -> Match:
+        gpu_tokens = match.gpu_tokens * self._block_tokens
+        return Match(
+            holder=match.holder,
+            tokens=match.tokens * self._block_tokens,
+            gpu_tokens=gpu_tokens,
+            tier_tokens=(gpu_tokens, 0, 0, 0),  # slower tiers are not told apart
+            pinned_tokens=match.pinned_tokens * self._block_tokens,
+        )
 
     def add_holder(self, model: str) -> HolderId:
         """Add a worker, and declare to the wrapped index that each of its blocks has one token id."""

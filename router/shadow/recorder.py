@@ -198,7 +198,7 @@ class Recorder:
 
     def _record_found(self, request: UnplacedRequest, worker: str, now: float) -> None:
         """Record a copy for which a worker was found. Its first token counts as generated now."""
-        observed, decision = request.observed, decision_for_worker(worker, request.decision)
+        observed, decision = request.observed, make_decision_for_worker(worker, request.decision)
         if decision is None:
             self.counts["unplaced"] += 1
             return
@@ -242,7 +242,7 @@ def _begins_with(tokens: array[int], earlier: RecordedPrompt) -> bool:
     return xxhash.xxh3_64_intdigest(memoryview(tokens)[: earlier.tokens].tobytes()) == earlier.digest
 
 
-def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
+def make_decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
     """Return what `arrival_decision` would have been if it had chosen `worker`; None if the worker was no candidate.
 
     Of several data-parallel ranks, which are called WORKER#RANK, the one with most of the prompt cached counts.

@@ -88,7 +88,7 @@ class RecordedPlacement(Router):
         return [(request.index, self._worker_index_by_request[request.index])]
 
 
-def compare(
+def compare_placements(
     observed_requests: Sequence[ObservedRequest],
     engines: Sequence[ObservedEngine],
     block_tokens: int,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts, find_predecessors
-from router.shadow.replay import ObservedEngine, compare, learn_step_times, make_workload
+from router.shadow.replay import ObservedEngine, compare_placements, learn_step_times, make_workload
 
 
 @pytest.fixture(scope="module")
@@ -112,4 +112,4 @@ def test_a_log_whose_times_are_out_of_order_ends_no_comparison(first_token_s: fl
 
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
     with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
-        compare([observe(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
+        compare_placements([observe(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
