@@ -140,7 +140,7 @@ class DelimiterScanner:
 
     def __init__(self, delimiters: Sequence[str]) -> None:
         self.delimiters = sorted(set(delimiters))
-        self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")  # (?!) matches nothing
         self._chars_max = max(map(len, delimiters), default=0)
         self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
         """Characters with which an incomplete delimiter can end."""

@@ -124,7 +124,10 @@ class _ObjectCall:
         self._seen_keys: set[str] = set()
 
     def read(self, *, needs_arguments: bool) -> Steps[bool]:
-        """Read the object from "{" to "}", and add the call to the delta. Return False if it is no tool call."""
+        """Read the object from "{" to "}", and add the tool call to the delta. Return False if the object is no call.
+
+        `needs_arguments`: an object without arguments is no call. Yields whenever more text is needed.
+        """
         source = self._source
         source.take_chars(1)
         next_char = yield from source.peek_after_spaces()
@@ -238,7 +241,10 @@ def _skip_markers(source: GrowingText) -> Steps[bool]:
     Returns whether the "{" of the arguments comes next. Yields whenever more text is needed.
     """
     expects_id = False
-    while (char := (yield from source.peek())) and char != "{":
+    while True:
+        char = yield from source.peek()
+        if not char or char == "{":
+            return char == "{"
         id_match = NAME_PATTERN.match(source.text, source.position)
         if id_match is not None and expects_id:
             source.take_to(id_match.end())
@@ -250,7 +256,6 @@ def _skip_markers(source: GrowingText) -> Steps[bool]:
                 return False
             expects_id = marker == ID_MARKER
             source.take_chars(len(marker))
-    return char == "{"
 
 
 def _decode_string(value_json: str) -> str | None:
@@ -270,8 +275,7 @@ def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | N
         return None if is_required else "{}"
     if value_json == "null":
         return "{}"
-    is_string = value_json.startswith('"')
-    if is_string:
+    if value_json.startswith('"'):  # an object within a string
         value_json = escape_control_chars(_decode_string(value_json) or "")
     try:
         value = msgspec.json.decode(value_json)

@@ -28,7 +28,7 @@ SPACES_MAX = 64
 
 
 class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the generated text of one request is split into reasoning, text and tool calls, and what the client gets."""
+    """Settings of the parser that splits the generated text of a request into reasoning, text and tool calls."""
 
     reasoning_format: str | None = None
     """Name of the format in which the model writes reasoning, such as "qwen3"; None: reasoning is left in the text."""

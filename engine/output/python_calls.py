@@ -163,7 +163,7 @@ def parse_literal(source: str) -> Literal | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of unknown escapes such as "\\d"
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes such as \d
             tree = ast.parse(f"({source}\n)", mode="eval").body
         value = ast.literal_eval(_JsonConstants().visit(tree))
         value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -12,7 +12,7 @@ class StopStrings:
 
     The end of the text is held back if it may become a stop string: with "END" as a stop string and "the E" as the
     text, "E" is. The first stop string is the one that is complete earliest; of two that end at the same character, the
-    longer one. It does not depend on how the text is split into pieces.
+    longer one. The result does not depend on how the text is split into pieces.
     """
 
     __slots__ = ("_includes_stop", "_scanner", "pending_text")

@@ -122,16 +122,13 @@ class ChatFormatter(OpenAIFormatter):
         return role_chunk + self._format_chunk(choice, self._make_chunk_choice(choice, delta))
 
     def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> ChatChunkChoice:
-        """Convert new text, reasoning and tool calls to the `choices` entry of a chat completion chunk.
-
-        An empty content is sent only if the delta has nothing else.
-        """
+        """Convert new text, reasoning and tool calls to the `choices` entry of a chat completion chunk."""
         is_parsed_end = self._is_parsed and delta.finish_reason is not None
         has_other_fields = delta.reasoning or delta.tool_calls or is_parsed_end
         return ChatChunkChoice(
             index=choice.index,
             delta=Delta(
-                content=UNSET if has_other_fields and not delta.text else delta.text,
+                content=delta.text if delta.text or not has_other_fields else UNSET,
                 reasoning=delta.reasoning or UNSET,
                 reasoning_content=delta.reasoning or UNSET,
                 tool_calls=[_make_tool_call(call, is_complete=False) for call in delta.tool_calls] or UNSET,

@@ -40,10 +40,12 @@ class PendingLogprobs:
     text_offset: list[int] = field(default_factory=list)
     """Character offset of each token in the text."""
     token_logprobs: list[float | None] = field(default_factory=list)
+    """Logprob of each token; None for a prompt's first token."""
     tokens: list[str] = field(default_factory=list)
     top_logprobs: list[bytes] = field(default_factory=list)
     """JSON of the likeliest tokens and their logprobs."""
     next_offset: int = 0
+    """Character offset of the next token."""
 
     def flush(self) -> CompletionLogprobs:
         """Return the buffered logprobs, and empty the buffer."""

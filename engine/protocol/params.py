@@ -158,10 +158,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
 
 
 def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
-    """Return how many tokens may be generated: the request's limit or the default, but no more than the context has.
-
-    Raises RequestError for a limit below 1.
-    """
+    """Return how many tokens may be generated: the request's limit or the default, but no more than fit the context."""
     if is_echo_only_request(request):
         return 1  # the step that reads the prompt samples a token, which is dropped
     name, max_tokens = "max_tokens", request.max_tokens
@@ -171,8 +168,8 @@ def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelL
         raise bad_value(name, max_tokens, "at least 1")
     remaining_context = limits.max_model_len - prompt_len
     if max_tokens is None:
-        max_tokens = _get_default_max_tokens(request, limits)
-    return remaining_context if max_tokens is None else min(max_tokens, remaining_context)
+        max_tokens = _get_default_max_tokens(request, limits) or remaining_context
+    return min(max_tokens, remaining_context)
 
 
 def _get_default_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits) -> int | None:
