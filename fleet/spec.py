@@ -107,8 +107,8 @@ def _plan_router(
 ) -> Launch:
     """Return the launch of a router on the node with the address `host`.
 
-    A router listens at three addresses: for clients, at the same port after each restart; for admin calls, on its own
-    node only; and for other routers, which read its load.
+    A router listens at three addresses: for clients, with a `router_port` at the same port after each restart; for
+    admin calls, on its own node only; and for other routers, which read its load.
     """
     port = spec.router_port + slot if spec.router_port else allocate_ports(1)
     admin_address = f"127.0.0.1:{allocate_ports(1)}"
