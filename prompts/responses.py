@@ -78,7 +78,7 @@ class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
     prompt_cache_key: str | None = None
     prompt: Any = None
     conversation: Any = None
-    # vLLM's
+    # Fields that vLLM adds
     chat_template_kwargs: dict[str, Any] | None = None
     previous_input_messages: Any = None
 

@@ -107,7 +107,7 @@ class SharedRequest(Struct, kw_only=True, frozen=True):
     """Fields that chats, completions and responses share; None if the field was not sent, or sent as null."""
 
     model: str | None = None
-    # OpenAI's
+    # Fields of OpenAI's API
     temperature: Temperature | None = None
     top_p: TopP | None = None
     frequency_penalty: Penalty | None = None
@@ -117,7 +117,7 @@ class SharedRequest(Struct, kw_only=True, frozen=True):
     stop: Stop | Stops | None = None
     stream: bool | None = None
     user: str | None = None
-    # vLLM's
+    # Fields that vLLM adds
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -134,12 +134,12 @@ class SharedRequest(Struct, kw_only=True, frozen=True):
 class CommonRequest(SharedRequest, kw_only=True, frozen=True):
     """Fields that chats and completions share, besides those of all APIs; None if the field was not sent."""
 
-    # OpenAI's
+    # Fields of OpenAI's API
     max_tokens: Count | None = None
     n: Samples | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # vLLM's
+    # Fields that vLLM adds
     best_of: Count | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

@@ -162,17 +162,17 @@ class WorkerPool:
         memory left for another call.
         """
         process = await self._acquire(tenant)
-        is_reusable = False
+        has_failed = True
         try:
             result = await work(process)
-            is_reusable = process.is_reusable
+            has_failed = False
             return result
         except RequestError:
-            is_reusable = process.is_reusable
+            has_failed = False
             raise
         finally:
             process.last_used_s = time.monotonic()
-            if not is_reusable:
+            if has_failed or not process.is_reusable:
                 process.kill()
             self._release(process)
 

@@ -73,10 +73,9 @@ class RemoteTokenizer:
         *,
         is_serving: Callable[[RemoteWorker, str], bool] = lambda worker, model: True,
     ) -> None:
-        """Ask no worker yet; `probe` finds those that tokenise.
+        """`headers`: sent to workers that may have the workers' API key.
 
-        `headers`: sent with the API key to workers that may have it. `is_serving`: whether a worker is up and serves a
-        base model now; others are not asked.
+        `is_serving`: whether a worker is up and serves a base model now; others are not asked.
         """
         self._session = session
         self._headers = headers or {}
