@@ -127,14 +127,15 @@ class ActiveRequests:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
-            if index in result.failure_by_chunk:
+            failure = result.failure_by_chunk.get(index)
+            if failure is not None:
                 self.remove_after_steps(entry)
-                output = self.pop_with_error(entry, result.failure_by_chunk[index], is_client_error=True)
-            else:
-                assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
-                output = self._append_token(entry, token_id)
-                if index in result.logprobs_by_chunk:
-                    output.logprobs = [result.logprobs_by_chunk[index]]
+                outputs.append(self.pop_with_error(entry, failure, is_client_error=True))
+                continue
+            assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
+            output = self._append_token(entry, token_id)
+            if index in result.logprobs_by_chunk:
+                output.logprobs = [result.logprobs_by_chunk[index]]
             outputs.append(output)
         return outputs
 

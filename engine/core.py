@@ -141,10 +141,7 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of the engine for its metrics: present values, such as `running_requests`, and totals since the start.
-
-    Host memory is a second tier of the KV cache, for blocks that were evicted from the device.
-    """
+    """Statistics for the engine's metrics: present values, such as `running_requests`, and totals since the start."""
 
     running_requests: int
     waiting_requests: int
@@ -161,7 +158,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_usage: float
     """Used share of the cache's host memory, 0 .. 1; 0 without host memory."""
     host_stored_bytes: int
-    """Bytes of blocks that were copied to host memory."""
+    """Bytes of evicted blocks that were copied to host memory."""
     host_loaded_bytes: int
     """Bytes of blocks that were copied back to the device."""
     host_copy_s: float

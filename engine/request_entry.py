@@ -46,7 +46,9 @@ class RequestEntry:
         # If another worker has begun the answer, the answer's first tokens are at the end of `token_ids`.
         prompt_len = len(request.token_ids) - request.resumed_output_len
         own_eos_ids = frozenset() if params.ignore_eos else eos_token_ids
-        length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)
+        length_max = token_limit
+        if params.max_tokens is not None:
+            length_max = min(token_limit, prompt_len + params.max_tokens)
         return RequestEntry(
             seq=Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now),
             arrival_number=arrival_number,

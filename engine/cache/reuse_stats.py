@@ -151,15 +151,15 @@ class ReuseStats:
         prompt_blocks = len(block_hashes)
         self.clock += prompt_blocks
         previous_turn = self._take_previous_turn(block_hashes)
-        if previous_turn is None:
-            turn = ConversationTurn(prompt_blocks, hit_blocks, added_blocks=prompt_blocks - hit_blocks)
+        if previous_turn is not None:
+            turn = self._continue_turn(previous_turn, prompt_blocks)
+        else:
+            added_blocks = prompt_blocks - hit_blocks
+            turn = ConversationTurn(prompt_blocks, shared_blocks=hit_blocks, added_blocks=added_blocks)
             if hit_blocks:
                 self._record_shared_prefix(block_hashes[hit_blocks - 1], hit_blocks)
-        else:
-            turn = self._continue_turn(previous_turn, prompt_blocks)
         if prompt_blocks > turn.shared_blocks:
-            # Recognise the next turn by the second last block: a chat template may end a prompt with tokens that the
-            # next turn does not repeat.
+            # The next turn is recognised by the second last block, because it may not repeat a prompt's last tokens.
             turn.continuation_hash = block_hashes[max(turn.shared_blocks, prompt_blocks - 2)]
         return turn
 

@@ -171,16 +171,16 @@ class Penalties:
         if batch.logits_rows is not None:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
         for rows in self._split_rows(batch, step.width):
-            table_rows, sampled = batch.device_table_rows[rows], sampled_tokens[rows]
+            table_rows, new_tokens = batch.device_table_rows[rows], sampled_tokens[rows]
             token_counts = self._token_counts.index_select(0, table_rows)
-            is_match = self._token_ids[:, : step.width].index_select(0, table_rows) == sampled[:, None].int()
+            is_match = self._token_ids[:, : step.width].index_select(0, table_rows) == new_tokens[:, None].int()
             is_match &= torch.arange(step.width, device=self._device) < token_counts[:, None]
             match_counts, match_columns = is_match.byte().max(1)
             has_token = match_counts.bool()
             columns = torch.where(has_token, match_columns, token_counts)
             flat_indices = table_rows * self._token_ids.shape[1] + columns
             new_counts = torch.where(has_token, flat_output_counts.gather(0, flat_indices) + 1, 1)
-            flat_token_ids.index_copy_(0, flat_indices, sampled.int())
+            flat_token_ids.index_copy_(0, flat_indices, new_tokens.int())
             flat_output_counts.index_copy_(0, flat_indices, new_counts)
             self._token_counts.index_copy_(0, table_rows, token_counts + ~has_token)
 

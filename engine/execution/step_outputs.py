@@ -28,9 +28,9 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
     """Add the tokens that a step drew to its result, with their logprobs and failures.
 
-    Removes the tokens and their logprobs from the front of `outputs`. A draw is a row of the sampled logits. `failures`
-    and logprobs are known by draw; the result needs them by the index of the sequence's chunk in the step's plan. A
-    chunk that ends within a prompt has no draw.
+    Removes the tokens and their logprobs from the front of `outputs`. A step draws a token for each sequence, unless
+    it computes only the middle of its prompt. `outputs` and `failures` are in the order of these draws. The result is
+    in the order of the step's plan.
     """
     assert step.sampling_inputs is not None
     plan_index_by_draw = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
