@@ -74,8 +74,8 @@ class RouterProcess:
 
         # What forwards requests to workers. (The clock of uvloop stands still while the loop runs callbacks.)
         worker_tls = config.make_worker_tls()
-        pipeline = self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
-        proxy = pipeline.proxy
+        self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
+        pipeline, proxy = self.pipeline, self.pipeline.proxy
         self._resources.callback(pipeline.close)
         self._add_tracing()
 
@@ -83,7 +83,8 @@ class RouterProcess:
         session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
-        cluster = self.cluster = Cluster(config, pipeline, index, session, peer_client)
+        cluster = Cluster(config, pipeline, index, session, peer_client)
+        self.cluster = cluster
         self._resources.push_async_callback(cluster.close)
 
         # What answers HTTP requests.

@@ -83,7 +83,7 @@ class Tracing:
         is_traced = parent.trace_flags.sampled if parent.is_valid else random.random() < self._share
         if not is_traced:
             return None
-        clock_zero_ns = time.time_ns() - int(now * 1e9)
+        clock_zero_ns = time.time_ns() - int(now * 1e9)  # Unix time at which the process's clock was 0
         span = self._tracer.start_span(
             f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
             start_time=clock_zero_ns + int(context.started_at_s * 1e9),

@@ -119,7 +119,8 @@ class Exchange:
         """Go on without the prefill: the worker that was to compute the prompt for the chosen worker has failed.
 
         The chosen worker computes the prompt itself. If it cannot, other workers get the request. Nothing is done if
-        the chosen worker has begun its answer, because then it has the KV cache of the prompt.
+        the chosen worker has begun its answer, because then it has the KV cache of the prompt. `may_be_crash`: whether
+        the request may have crashed the worker that failed.
         """
         prefill, decision = self._prefill, self.context.decision
         assert decision is not None
@@ -671,10 +672,7 @@ class Exchange:
         return continuation_route.replace(allowed_workers=same_engine_workers)
 
     def _may_repeat(self) -> bool:
-        """Return whether the whole request may be sent again although the client has the head of its answer.
-
-        It may if the client has nothing else. It may only once, because the request may be what kills the workers.
-        """
+        """Return whether the request may be sent again, once: the client has the head of its answer, but no body."""
         decision, has_body_begun = self.context.decision, self.context.progress.first_byte_at_s is not None
         return not has_body_begun and decision is not None and not decision.attempt
 

@@ -104,10 +104,7 @@ class MissReasonsRecorder:
             self._record_crash(error)
 
     def describe_request(self, name: str) -> dict[str, Any] | None:
-        """Return why the prompt of a request was not cached; None if the request is unknown.
-
-        The result also has the prices of the chosen worker, and of the worker that had most of the prompt cached.
-        """
+        """Return why a request's prompt was not cached, with the costs of its worker and of the best cached one."""
         request = self.analyzer.get_request(name)
         if request is None:
             return None

@@ -76,7 +76,8 @@ class ResponseRedactor(msgspec.Struct, eq=False):
             value = data[value_start:position]
             is_cut_by_chunk = self.is_chunked and (self._is_blanking or b"\r" in value)
             if is_cut_by_chunk:  # the size of the next chunk would be blanked too: the value stays
-                self._is_blanking = self._is_escaped = False
+                self._is_blanking = False
+                self._is_escaped = False
                 out += value
             else:
                 out += blanked_value
@@ -110,8 +111,8 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         if self._is_in_number:
             end = len(data) - len(data[position:].lstrip(_NUMBER))
             out += b" " * (end - position)
-            may_go_on = end == len(data)
-            self._is_in_number = self._is_blanking = may_go_on
+            self._is_blanking = end == len(data)  # then the next part of the answer may have more digits
+            self._is_in_number = self._is_blanking
             return end
         while position < len(data) and self._is_blanking:
             byte = data[position]

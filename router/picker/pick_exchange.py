@@ -68,13 +68,10 @@ class PickExchange:
         self._proxy.route(self.context, route)
 
     def _count_in_flight(self, fairness_id: str) -> int:
-        """Count the request under a fairness id, and return how many requests with that id are in flight already.
-
-        Ids beyond FAIRNESS_IDS_MAX are counted as one.
-        """
+        """Count the request under a fairness id, and return how many others with that id are in flight."""
         in_flight_counts = self.picker.in_flight_counts
         has_room = fairness_id in in_flight_counts or len(in_flight_counts) < FAIRNESS_IDS_MAX
-        self._fairness_id = fairness_id if has_room else ""
+        self._fairness_id = fairness_id if has_room else ""  # counted as one
         in_flight_counts[self._fairness_id] += 1
         return in_flight_counts[self._fairness_id] - 1
 

@@ -325,7 +325,7 @@ def _add_unseen_final_blocks(requests: Iterable[SimRequest], unused_numbers: Ite
 
     The last token of an answer is never computed, so it fills no block.
     """
-    for request in requests:
+    for request in requests:  # `final_block_ids`: blocks in the cache after the answer
         final_block_count = (request.prompt_tokens + request.output_tokens - 1) // request.block_size
         known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
         new_block_count = max(final_block_count - len(known_ids), 0)
