@@ -111,13 +111,13 @@ class FlashAttention2:
         self._device = device
 
     def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
-        """Return a function that computes the attention of the step's prompts in any layer: all use the same rows."""
+        """Return a function that computes the attention of the step's prompts in any layer."""
         context_lens = batch.context_lens[batch.decode_count :]  # decoding sequences come first in a batch
         context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
         arguments = make_query_arguments(batch, plan)
         arguments["cu_seqlens_k"] = copy_to_device(context_starts, self._device)
         arguments["max_seqlen_k"] = int(context_lens.max())
-        context_rows = copy_to_device(find_context_rows(batch, table, kv), self._device)
+        context_rows = copy_to_device(find_context_rows(batch, table, kv), self._device)  # of layer 0
         return partial(self._attend, arguments, context_rows)
 
     def _attend(
@@ -178,7 +178,7 @@ class FlashAttentionKernels(TritonKernels):
     ) -> Tensor:
         if plan.attend_prompts is None:
             return super().attention(q, k, v, kv, layer, plan, scale)
-        out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
+        out = self.store_and_attend_decodes(q, k, v, kv, layer, plan, scale)
         first_token = plan.decode_count  # decodes come first, and have one token each
         out[first_token:] = plan.attend_prompts(q[first_token:], kv, layer, scale)
         return out

@@ -111,10 +111,10 @@ class RaggedBatch:
         decode_count = int(has_one_query.sum())
         assert has_one_query[:decode_count].all(), "sequences with one query come first"
         if decode_count == len(starts):
-            return RaggedBatch(query_starts, end_positions, first_positions, decode_count)
+            return RaggedBatch(query_starts, end_positions, positions=first_positions, decode_count=decode_count)
         position_offsets = np.repeat(first_positions - query_starts[:-1], query_counts)
         positions = np.arange(query_starts[-1]) + position_offsets
-        return RaggedBatch(query_starts, end_positions, positions, decode_count)
+        return RaggedBatch(query_starts, end_positions, positions=positions, decode_count=decode_count)
 
     @property
     def token_count(self) -> int:

@@ -162,7 +162,8 @@ def _keep_likeliest(
     """
     sorted_values, token_order = values.sort(descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device)
-    weights = _compute_weights(sorted_values, peak, settings).masked_fill_(ranks >= settings.top_k[:, None], 0.0)
+    weights = _compute_weights(sorted_values, peak, settings)
+    weights.masked_fill_(ranks >= settings.top_k[:, None], 0.0)
     running_sums = weights.cumsum(-1, dtype=torch.float64)
     total_mass = running_sums[:, -1]
     if full_sums is not None:

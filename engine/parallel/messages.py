@@ -123,7 +123,7 @@ class _SentChunk(NamedTuple):
 
 
 class PlanEncoder:
-    """Encodes the plan of each step for the other tensor-parallel ranks, as changes against the plan before.
+    """Encodes the plan of each step (sequences, tokens, blocks) for the other tensor-parallel ranks, as changes.
 
     If 3 blocks of a sequence were sent and it has 4 now, only the fourth is sent. If a block was replaced, all are.
     """

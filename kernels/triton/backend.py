@@ -83,12 +83,12 @@ class TritonKernels(ReferenceKernels):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
+        out = self.store_and_attend_decodes(q, k, v, kv, layer, plan, scale)
         if plan.decode_count < q.shape[0]:
             self._attend_prompts(q, out, kv, layer, plan, scale)
         return out
 
-    def store_and_decode(
+    def store_and_attend_decodes(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
         """Store K and V of the step's tokens in the paged cache, and compute the attention of decoding sequences.

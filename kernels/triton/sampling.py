@@ -56,23 +56,23 @@ def choose_pivots(low, high):
 
 
 @triton.jit
+def select_part(part, value_0, value_1, value_2, value_3):
+    """Return the value of one of four parts; `part` is 0, 1, 2 or 3."""
+    return tl.where(part == 3, value_3, tl.where(part == 2, value_2, tl.where(part == 1, value_1, value_0)))
+
+
+@triton.jit
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
     """Choose the part of [low, high) in which a search for a logit's key goes on. Three pivots cut it in four parts.
 
     `at_low`, `at_first` and so on: number (or weight) of the tokens with a key of at least `low`, `first` and so on.
-    The searched key is the largest at which it reaches `target`. Returns (low, high, at_low, at_high) of the part.
+    The searched key is the largest at which it is at least `target`. Returns (low, high, at_low, at_high) of the part.
     """
-    reaches_first = at_first >= target
-    reaches_second = at_second >= target
-    reaches_third = at_third >= target
-    new_low = tl.where(reaches_third, third, tl.where(reaches_second, second, tl.where(reaches_first, first, low)))
-    new_high = tl.where(reaches_third, high, tl.where(reaches_second, third, tl.where(reaches_first, second, first)))
-    new_at_low = tl.where(
-        reaches_third, at_third, tl.where(reaches_second, at_second, tl.where(reaches_first, at_first, at_low))
-    )
-    new_at_high = tl.where(
-        reaches_third, at_high, tl.where(reaches_second, at_third, tl.where(reaches_first, at_second, at_first))
-    )
+    part = (at_first >= target).to(tl.int32) + (at_second >= target).to(tl.int32) + (at_third >= target).to(tl.int32)
+    new_low = select_part(part, low, first, second, third)
+    new_high = select_part(part, first, second, third, high)
+    new_at_low = select_part(part, at_low, at_first, at_second, at_third)
+    new_at_high = select_part(part, at_first, at_second, at_third, at_high)
     return new_low, new_high, new_at_low, new_at_high
 
 
