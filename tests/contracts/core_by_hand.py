@@ -68,17 +68,21 @@ class NaiveIndex:
         for holder, model in self.models.items():
             if model != scope.model or (holders is not None and holder not in holders):
                 continue
-            pinned = {t[:end] for h, t in self.pins.values() if h == holder for end in range(1, len(t) + 1)}
-            tokens = self._longest_prefix(token_ids, self.resident[holder])
-            pinned_tokens = self._longest_prefix(token_ids, self.resident[holder] | pinned)
+            pinned = [pinned_ids for pinned_holder, pinned_ids in self.pins.values() if pinned_holder == holder]
+            tokens = self._longest_prefix(token_ids, self.resident[holder], [])
+            pinned_tokens = self._longest_prefix(token_ids, self.resident[holder], pinned)
             if pinned_tokens:
                 matches.append(Match(holder, tokens, tokens, (tokens, 0, 0, 0), pinned_tokens))
         return matches
 
     @staticmethod
-    def _longest_prefix(token_ids: Sequence[int], prefixes: set[tuple[int, ...]]) -> int:
+    def _longest_prefix(token_ids: Sequence[int], resident: set[tuple[int, ...]], pinned: list[tuple[int, ...]]) -> int:
+        """Return the number of first tokens, but for the last, of which each prefix is resident or begins a pin."""
         length = 0
-        while length < len(token_ids) - 1 and tuple(token_ids[: length + 1]) in prefixes:
+        while length < len(token_ids) - 1:
+            pinned = [ids for ids in pinned if ids[length : length + 1] == (token_ids[length],)]
+            if not pinned and tuple(token_ids[: length + 1]) not in resident:
+                break
             length += 1
         return length
 
