@@ -44,9 +44,9 @@ def kv_subscriber() -> None:
 
 
 def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of a module as a program. Common problems end it with one line instead of a traceback.
+    """Run `main` of a module as a program. Common problems end it without a traceback.
 
-    These are: Ctrl-C, a package that is missing, and a full disk under stdout. `packages`: packages of ours that the
+    A missing package and a full disk under stdout get one line, Ctrl-C none. `packages`: packages of ours that the
     program needs. `distribution`: name under which pip installs what it needs; by default `blockcast[program]`.
     """
     if os.getpid() == 1:

@@ -51,7 +51,7 @@ class BadRequest(RequestError):
 
 
 class HttpRequest(msgspec.Struct, eq=False):
-    """One HTTP/1.x request of a client, with its whole body."""
+    """One HTTP/1.x request of a client. Its body is missing until `RequestParser.next_request` returns the request."""
 
     method: str
     target: bytes

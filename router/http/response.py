@@ -47,9 +47,11 @@ class LengthBody:
         self.is_complete = length == 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        body_bytes = min(len(data), self.remaining_bytes)
+        body_bytes = len(data)
+        if body_bytes >= self.remaining_bytes:
+            body_bytes = self.remaining_bytes
+            self.is_complete = True
         self.remaining_bytes -= body_bytes
-        self.is_complete = self.remaining_bytes == 0
         if payload is not None and body_bytes:
             payload += data[:body_bytes]
         return body_bytes

@@ -61,7 +61,7 @@ def unpack_fingerprints(outline: Outline, indexes: slice = slice(None)) -> Messa
 
 
 def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
-    """Return how two prompts of a conversation differ, and the index of the first message that differs, or None.
+    """Return how two prompts of a conversation differ, and the index of the message where they do, or None.
 
     `common_share`: share of the old prompt's tokens with which the new prompt begins too. If no message differs, the
     chat template has dropped reasoning from an answer, or the same text was encoded to other tokens.
