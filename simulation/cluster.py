@@ -59,7 +59,7 @@ class Router:
         return []
 
     def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Placements:
-        """Handle the end of an answer. `cached_tokens`: tokens of the prompt that the worker did not compute."""
+        """Handle the end of an answer. `cached_tokens`: tokens of the prompt that no worker had to compute."""
         return []
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:

@@ -163,7 +163,7 @@ class SimWorker:
         """Chunks of prompts in the step; none in a decode-only run."""
         self._decode_run: DecodeRun | None = None
         self._unused_prefill_tokens = 0
-        """Prompt tokens that one step could compute in addition, if requests did not wait for a slot."""
+        """Prompt tokens for which a step has room, if requests wait only for a slot; else 0."""
         self._prefill_capacity_used = 0
         """Prompt tokens that all steps computed, or could have computed while a request waited for a slot."""
 

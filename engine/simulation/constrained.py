@@ -89,7 +89,7 @@ class ConstrainedAnswers:
     def _choose_token(
         self, answer_tokens: list[int], allowed_bitmask: bytes, preferred_token: int, *, has_tags: bool
     ) -> int:
-        """Return the first of these tokens that the grammar allows, which has a bit for each token in the bitmask.
+        """Return the first of these tokens that the grammar allows. `allowed_bitmask` has a bit for each token.
 
         The end of the answer, once it is long enough; with `has_tags`, the end tag of a tool call's argument; the
         preferred token, unless the last one was a word; a token that closes a part of JSON; the token that the answer

@@ -394,7 +394,8 @@ class RouterCore:
         """Return whether another worker may take over a running request.
 
         It may not if all other workers have stalled, if the request has no retry left, or if the queue is full.
-        `continuation`: request for the rest of the answer, which costs no retry; None: the answer has not begun.
+        `continuation`: request for the rest of the answer, which costs no retry. Without it, the request would start
+        again, and it may not if its answer has begun.
         """
         request = active_request.request
         if continuation is None:

@@ -45,7 +45,8 @@ class OutputLengths:
     """Average lengths of earlier answers, from which the length of a new answer is estimated.
 
     There is an average for each group of similar requests: those of one session, of one parent session, with one
-    beginning of the prompt, or for one model. Of over `LENGTH_KEYS_MAX` groups, the longest unused is dropped.
+    beginning of the prompt, or for one model. If there are over `LENGTH_KEYS_MAX` groups, the one whose last answer is
+    the oldest is dropped.
     """
 
     def __init__(self) -> None:

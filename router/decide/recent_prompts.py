@@ -32,7 +32,7 @@ class _Segment:
     target: Target
     """Worker, or rank of one, to which a prompt with the chunks was sent last."""
     used_at_s: float
-    """When that prompt was sent."""
+    """When that prompt was sent, or when `expire` last kept the chunks because a prompt with them still ran."""
     running_counts: dict[Target, int]
     """Number of running prompts that have the chunks, for each target where there are any."""
     only_session: str | None
@@ -100,7 +100,7 @@ class RecentPrompts:
     def end_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target.
 
-        The other chunks become idle there: cached, and likely to be used again if they were used twice.
+        The other chunks become idle there, if they were used at least twice and were sent there last.
         """
         duplicate_count = 0
         for segment, chunk_count in self._find_segments(keys):

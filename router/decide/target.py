@@ -194,7 +194,7 @@ class ShortestFirstOrder:
         end = bisect_right(self.sorted_order_s, order_s, lo=1)
         wait_s = (self.cumulative_remaining_s[end] - self.shortest_remaining_s) * self.waiting_per_sorted
         overtaken_count = round((len(self.sorted_order_s) - end) * self.waiting_per_sorted)
-        # The shortest prompt is computed already, so that only the rest of it counts.
+        # The engine is computing the shortest prompt, so only the rest of it is compared with the new prompt.
         shortest_rest_s = self.shortest_remaining_s - shortest_progress_s
         if shortest_rest_s <= order_s:
             return wait_s + max(shortest_rest_s, 0.0), overtaken_count

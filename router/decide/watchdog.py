@@ -69,20 +69,20 @@ class _DeviationAlarm:
         self._share_max = share_max
         self._message_template = message_template
         self._amounts: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        """(wrong amount, predicted amount) of each of the last requests, in tokens or in prompts."""
+        """(wrong amount, compared amount) of each of the last requests, in tokens or in prompts."""
 
-    def add_request(self, wrong_amount: int, predicted_amount: int) -> None:
-        """Add what was predicted for one request, and how much of that was wrong."""
-        self._amounts.append((wrong_amount, predicted_amount))
+    def add_request(self, wrong_amount: int, compared_amount: int) -> None:
+        """Add what was compared for one request, and how much of that was predicted wrongly."""
+        self._amounts.append((wrong_amount, compared_amount))
 
     def describe(self) -> list[str]:
         """Return the text of the alarm, "name: ...", in a list, which is empty if the alarm is not raised."""
         wrong = sum(wrong for wrong, _ in self._amounts)
-        predicted = sum(predicted for _, predicted in self._amounts)
+        compared = sum(compared for _, compared in self._amounts)
         request_count = len(self._amounts)
-        if request_count < REQUESTS_MIN or wrong <= self._share_max * predicted:
+        if request_count < REQUESTS_MIN or wrong <= self._share_max * compared:
             return []
-        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // predicted)
+        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
         return [f"{self._name}: {message}"]
 
 

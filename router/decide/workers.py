@@ -90,7 +90,7 @@ class TransferFacts:
     engine_ids: tuple[str, ...] = ()
     """Name of the engine's process in the dialect, for each data-parallel rank; empty if the dialect needs none."""
     needs_partner: bool = False
-    """Whether another worker has to compute the prompts of the worker's requests, as with SGLang's decode role."""
+    """Whether the worker serves no request alone, as SGLang's with a role: one computes the prompt, another answers."""
 
 
 NO_TRANSFERS = TransferFacts()
