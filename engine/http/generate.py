@@ -237,8 +237,8 @@ class DeltaStream:
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
         """Add an output of the engine core to its choice. Return the choice, and the text that is new in it.
 
-        If the new text ends with a stop string, for which the core does not look, the sequence is aborted. Raises
-        RequestError if the sequence has failed.
+        If a stop string, for which the core does not look, ends the text, the sequence is aborted. Raises RequestError
+        if the sequence has failed.
         """
         choice = self._choice_by_sequence_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
@@ -301,8 +301,8 @@ async def _stream_response(
 ) -> web.StreamResponse:
     """Send an answer as a stream of server-sent events, while it is generated.
 
-    An error before the first event is raised; a later one is sent as the last event. `release_logprobs`: gives back
-    memory of logprobs that were sent.
+    An error is raised if nothing was sent yet, and else sent as the last event. `release_logprobs`: gives back memory
+    of logprobs that were formatted.
     """
     if isinstance(formatter, ResponsesFormatter):
         release_logprobs = _keep_logprobs  # the last event repeats the whole answer

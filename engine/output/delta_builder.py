@@ -66,7 +66,7 @@ class DeltaBuilder:
         self._reasoning_texts: list[str] = []
         self._pending_calls: list[_PendingCall] = []
         self._pending_spaces: list[str] = []
-        """White space at the end of the text, which is dropped if a tool call follows."""
+        """White space at the end of the text, which is dropped if a tool call, or the end after one, follows."""
         self._texts_in_call: list[str] = []
         """Text that came within a tool call. It is added after the call, because clients end a call at text."""
 

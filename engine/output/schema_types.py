@@ -97,7 +97,7 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """Return all values that a JSON schema allows, if it lists them by `enum` or `const`, or in each branch of `anyOf`.
+    """Return the values that a JSON schema lists by `enum` or `const`, or in each branch of `anyOf` or `oneOf`.
 
     Returns None if the schema lists no values, or if one of them is an object or an array. `root`: schema with the
     definitions that `schema` refers to. `depth`: number of schemas around this one, which is bounded.
@@ -128,10 +128,10 @@ def get_definitions(schema: Json) -> dict[str, Json]:
 
 
 def list_properties(schema: Json) -> list[Property] | None:
-    """Return the properties of an object's JSON schema; None if the schema may allow others than it lists.
+    """Return the properties of an object's JSON schema; None if the schema has no complete list of them.
 
-    `anyOf`, `oneOf`, `allOf` and `patternProperties` may allow others. The schema of each property gets the shared
-    definitions, so that its references can be resolved.
+    A list is not complete beside `anyOf`, `oneOf`, `allOf` or `patternProperties`. The schema of each property gets the
+    shared definitions, so that its references can be resolved.
     """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):

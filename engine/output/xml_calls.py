@@ -227,8 +227,9 @@ class _ParameterValue:
 def encode_as_types(value: str, types: tuple[str, ...]) -> str:
     """Convert the text of a tool call's parameter to JSON. `types`: JSON types that the tool's schema allows.
 
-    With integers and strings allowed, the text 5 becomes 5, and five becomes "five". Text that is no JSON becomes a
-    string. JSON of a type that is not allowed becomes a string only if strings are allowed.
+    With integers and strings allowed, the text 5 becomes 5, and five becomes "five". Python's constants, lists and
+    dictionaries of an allowed type are converted, too. JSON of a type that is not allowed becomes a string only if
+    strings are allowed, any other text in any case.
     """
     text = value.strip()
     lowered_text = text.lower()

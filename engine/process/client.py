@@ -118,7 +118,7 @@ class OutputStream:
     def deliver(self, output: SequenceOutput) -> None:
         """Give newly generated tokens of a sequence to the reader. Unread outputs of a sequence are merged.
 
-        If the logprobs of unread outputs take too much memory, the reader gets an error, and this stream is closed.
+        If too many logprobs are not sent yet, the reader gets an error, and this stream is closed.
         """
         if output.logprobs or output.prompt_logprobs:
             logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())

@@ -211,7 +211,7 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
 
 
 def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
-    """Fill one weight of a random model in place. The values depend only on the recipe's seed, the name and the shape.
+    """Fill one weight of a random model in place, with noise that the recipe's seed and the weight's name determine.
 
     Matrices keep the variance of their input. Vectors are changed a little from their initial values.
     """

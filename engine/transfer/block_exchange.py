@@ -139,9 +139,9 @@ class BlockExchange:
     def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview) -> int:
         """Put KV blocks that another engine has sent into this engine's prefix cache.
 
-        `items`: consecutive blocks of the pulled prompt. `contents`: their contents, one after the other. Returns how
-        many leading items are cached now: fewer than all if memory is lacking, or if a block before them was evicted.
-        After an error, the cache is empty and the pull is given up.
+        `items`: blocks of the pulled prompt, each after the blocks that it needs. `contents`: their contents, one after
+        the other. Returns how many leading items are cached now: fewer than all if memory is lacking, or if a block
+        before them was evicted. After an error, the cache is empty and the pull is given up.
         """
         if pull.is_abandoned or not items:
             return 0

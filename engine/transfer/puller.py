@@ -122,7 +122,7 @@ class Puller:
         """Wait for a free slot, connect to the source, and pull the blocks.
 
         Pulls from one source of prompts with the same first block take turns, so that blocks that the prompts share are
-        fetched once. Raises TransferError at once if the source has failed a moment ago.
+        fetched once. Raises TransferError, without a connection, if the source has failed a moment ago.
         """
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
@@ -145,7 +145,7 @@ class Puller:
     def _pause_source(self, source: KVSource, start_s: float) -> None:
         """Do not ask a source for a while, because a pull that began at `start_s` has failed.
 
-        A source that fails again after a pause gets a longer one, in proportion to the time that the failure took.
+        If the source fails again after a pause, a slow failure makes the next pause longer, in proportion to its time.
         """
         now_s, pause_s = time.monotonic(), RETRY_AFTER_S
         pause_ends_s = self._pause_end_s_by_source
