@@ -113,7 +113,7 @@ class BlockServer:
             log.debug("a peer has left")
         except (TransferError, OSError, asyncio.TimeoutError) as error:
             self._stats.refused_connections += 1
-            log.warning("a peer's connection is closed: %s", error or type(error).__name__)
+            log.warning("a peer's connection is closed: %s", str(error) or type(error).__name__)
         finally:
             connection.close()
 

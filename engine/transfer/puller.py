@@ -275,7 +275,7 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
     try:
         sock = await _open_socket(source)
     except (OSError, UnicodeError, asyncio.TimeoutError) as error:
-        raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
+        raise TransferError("unreachable", f"no connection: {str(error) or type(error).__name__}") from error
     connection = Connection(sock)
     try:
         await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)

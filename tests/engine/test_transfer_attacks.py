@@ -88,7 +88,7 @@ def test_engines_of_two_fleets_exchange_nothing(expected: list[int], wrong_side:
     [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 4096],
     ids=["silent", "http", "zeros", "many"],
 )
-def test_strangers_are_hung_up_on(short_waits: None, first_bytes: bytes) -> None:
+def test_strangers_are_hung_up_on(short_waits: None, caplog: pytest.LogCaptureFixture, first_bytes: bytes) -> None:
     with Engine() as source:
         source.answer("a", TEXT)
         with socket.create_connection(("127.0.0.1", source.transfers.port)) as stranger:
@@ -101,6 +101,8 @@ def test_strangers_are_hung_up_on(short_waits: None, first_bytes: bytes) -> None
                     received += data
             assert len(received) <= len(GREETING) + 32, "more than a greeting"
         assert source.transfers.stats.sent_blocks == 0
+    if not first_bytes:
+        assert "a peer's connection is closed: TimeoutError" in caplog.messages
 
 
 def test_strangers_cannot_take_all_connections(short_waits: None) -> None:
@@ -160,6 +162,18 @@ def test_a_pull_that_times_out_while_it_connects_leaves_no_socket(monkeypatch: p
 
     asyncio.run(scenario())
     assert [sock.fileno() for sock in sockets] == [-1]
+
+
+def test_a_connection_that_times_out_says_so(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async def never_connect(sock: socket.socket, address: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", never_connect)
+        with pytest.raises(TransferError, match="no connection: TimeoutError"):
+            await puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
