@@ -42,7 +42,7 @@ class FastEncoder:
         self._fast_tokenizer = fast_tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the ids of a text as an array of uint32. Raises UnicodeEncodeError for a lone surrogate."""
+        """Return the ids of a text as the bytes of uint32 numbers. Raises UnicodeEncodeError for a lone surrogate."""
         ids: bytes = self._fast_tokenizer.encode_batch_flat([text], add_special_tokens)[0]
         return ids
 

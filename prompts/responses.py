@@ -426,7 +426,7 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
 def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Message:
     """Convert a choice among some of the tools (`allowed_tools`) to the format of chat completions.
 
-    Tools that only a provider's servers run are left out. Raises RequestError if no other tool is listed.
+    Tools that only a provider's servers run are left out. Raises RequestError if only such tools are listed.
     """
     allowed_choice = choice.get("allowed_tools", choice)  # OpenAI's clients send it flat or nested
     listed_tools = allowed_choice.get("tools") if isinstance(allowed_choice, dict) else None

@@ -229,7 +229,7 @@ def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
 def convert_source_to_chat(
     request: RoutingRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
 ) -> RoutingRequest:
-    """Convert a body of the Messages or Responses API to the chat whose template renders its prompt.
+    """Convert a body of the Messages or Responses API to the chat that a template renders.
 
     `keeps_system_in_place`: system messages stay where they are, even if the template accepts them only at the start.
     Raises RequestError if the body refers to a response that only the worker stores, or if the chat depends on the

@@ -190,7 +190,7 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     messages: list[Message]
     text: str
     turn: PlainTurn | None = None
-    """Texts of the messages; None if the template may change these texts."""
+    """Texts of the messages; None if it is not certain that the template keeps these texts."""
     pieces: TurnPieces | None = None
     """Text that the template writes around the texts of `turn`; None if it is not known."""
 

@@ -93,7 +93,7 @@ class _BodyTail(msgspec.Struct, frozen=True, eq=False):
     """
 
     request: RoutingRequest
-    """The body's request, without the messages before the boundary."""
+    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
     chat: RoutingRequest
     """The request as a chat, which the template renders. For a body in OpenAI's format it is `request` itself."""
     messages: list[Message]

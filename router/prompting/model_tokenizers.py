@@ -254,8 +254,8 @@ class ModelTokenizers:
     async def _try_template(self, model: str, tokenizer: Tokenizer, folder: str) -> None:
         """Try a model's chat template in a worker process, to decide where chats are rendered and if they are cached.
 
-        A template that exceeds its time limit is rendered by worker processes from now on. One whose text for earlier
-        messages changes with later ones allows no caching of conversations.
+        A template that exceeds its time limit is rendered by worker processes from now on. Conversations are cached if
+        continuing from cached token ids gave the same ids in the trial as reading whole prompts.
         """
         template = tokenizer.chat_template
         if self._worker_pool is None or template is None:

@@ -100,7 +100,7 @@ class ParsedBody(msgspec.Struct, eq=False):
     """
 
     request: RoutingRequest
-    """Fields by which the request is routed."""
+    """Fields by which the request is routed, without the cached messages if there is a `continuation`."""
     prompt: TokenizedPrompt
     body: bytes = b""
     """The whole body if `prompt.conversation` is to be cached, else empty."""

@@ -159,7 +159,7 @@ def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind,
     """Return the kind of a message, and a copy of the message with short texts.
 
     Messages of one kind are equal in everything by which a template may decide: the role, and for each field whether it
-    is a list or a text, which `markers` the text has (such as `</think>`), and whether text is between them.
+    is a list or a text, which `markers` it has (as `</think>`), and whether text, white space or nothing is between.
     """
     content_filler = SYSTEM_FILLER if is_system_message(message) else FILLER
     description_by_field: dict[str, object] = {"role": message.get("role")}

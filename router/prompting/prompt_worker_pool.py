@@ -70,7 +70,7 @@ class ReadResult(NamedTuple):
     media: MediaPrompt | None = None
     """Digest of the conversation and size of a body with images or other media."""
     is_overdue: bool = False
-    """Whether the process was killed because reading took too long or needed too much memory."""
+    """Whether the prompt is missing because reading took too long, or because the process died."""
     cpu_s: float = 0.0
     problem: str | None = None
     """Why the prompt could not be read; None if it was."""
