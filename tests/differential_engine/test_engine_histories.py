@@ -108,6 +108,7 @@ def test_a_change_that_leaves_answers_right_is_noticed(mutant: Callable[[Patch],
     )
 
 
+@pytest.mark.long
 def test_the_command_compares_two_versions() -> None:
     command = [sys.executable, str(ROOT / "tests/differential_engine/compare_engines.py"), str(ROOT), "--count", "5"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -56,9 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if params.get("ops") not in ("triton", "triton-gpu") or "window" not in params:
             continue
-        usual = (params["window"], params["block_size"], str(params["dtype"])) in {
-            (None, 16, "torch.bfloat16"), (9, 16, "torch.float32"), (40, 32, "torch.bfloat16"), (1, 1, "torch.float16"),
-            (None, 32, "torch.float32"),
-        }  # fmt: skip
-        if not usual:
+        case = (params["window"], params["block_size"], str(params["dtype"]))
+        if case in {(40, 32, "torch.bfloat16"), (1, 1, "torch.float16"), (None, 32, "torch.float32")}:
+            item.add_marker(pytest.mark.long)
+        elif case not in {(None, 16, "torch.bfloat16"), (9, 16, "torch.float32")}:
             item.add_marker(pytest.mark.slow)
