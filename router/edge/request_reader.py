@@ -138,8 +138,7 @@ class RequestReader:
         spans = body.spans
         if spans is None:
             needs_edit = bool(fields) or body.request.has_worker_fields
-            is_json = _JSON_OBJECT_START.match(request.pieces[0]) is not None
-            if not needs_edit or not is_json:
+            if not needs_edit or _JSON_OBJECT_START.match(request.pieces[0]) is None:
                 return
             spans = locate_fields(request.body)
         worker_fields = [name for name in spans.span_by_field if is_worker_field(name)]

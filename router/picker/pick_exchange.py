@@ -63,8 +63,9 @@ class PickExchange:
         route.priority = priority * PRIORITY_STEP + earlier_requests  # a larger number is a later turn
         if stream.allowed_endpoints is not None:
             route.allowed_workers = self.picker.endpoints.find_worker_ids(stream.allowed_endpoints)
-        if not stream.sees_response_body and not self._proxy.core.registry.is_blockcast(route.model):
-            route.is_streaming = False  # the time of the first token is unknown: only our engine sends it with the head
+        if route.is_streaming and not stream.sees_response_body:
+            # Then the head of the answer stands for the first token, which only our engine sends together with it.
+            route.is_streaming = self._proxy.core.registry.is_blockcast(route.model)
         self._proxy.route(self.context, route)
 
     def _count_in_flight(self, fairness_id: str) -> int:
