@@ -36,7 +36,7 @@ class RequestDispatcher:
         """Make a dispatcher that reads requests by `reader`, checks them against `limits`, and hands them to `proxy`.
 
         `reasons` records why prompts are not cached. `discover_model` asks all workers for a model that none is known
-        to serve, and returns the number of workers that could not be reached. None: without these.
+        to serve, and returns the number of workers that may still be loading it. None: without these.
         """
         self.proxy = proxy
         self.reader = reader

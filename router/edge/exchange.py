@@ -494,7 +494,7 @@ class Exchange:
         if now - self.context.started_at_s > timeouts.total_s:
             self._end_late_request(timeouts.total_s)
         elif progress.sent_at_s is None:
-            return  # no worker has the request yet
+            return  # the chosen worker does not have the request yet
         elif self._response_head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:

@@ -43,7 +43,8 @@ class ResponseFilter(msgspec.Struct, eq=False):
         """Choose how the body of a worker's answer is converted for the client. `head`: its status and headers.
 
         `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
-        fields whose values are blanked; None changes nothing. `is_stream`: whether the answer is a stream of events.
+        fields whose values are blanked. None if all are shown, or if the worker continues an answer: then its redactor
+        goes on. `is_stream`: whether the answer is a stream of events that can be recorded.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.continuation = continuation if records_tokens else None

@@ -286,8 +286,8 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
     """Convert recorded requests to a workload of the simulation.
 
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
-    all requests arrive at their recorded times. An answer of unknown length gets the mean length, and its blocks are
-    read off the next prompt of the conversation, which repeats it.
+    all requests arrive at their recorded times. An answer of unknown length gets the mean length. The blocks of each
+    answer are read off the next prompt of the conversation, which repeats it.
     """
     index_by_serial: dict[int | None, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     mean_output_tokens = _find_mean_output_tokens(observed_requests)

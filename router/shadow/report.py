@@ -50,7 +50,7 @@ class ShadowReport(msgspec.Struct):
     turns: dict[str, int]
     """Requests by their main reason."""
     workers: list[ObservedEngine]
-    """Workers of all requests."""
+    """Workers of all requests, and all others that are known now."""
     seen: int
     """Number of requests that are compared."""
     lost: Mapping[str, int | None]
