@@ -42,7 +42,7 @@ class AssembledEngine:
     grammars: GrammarCompiler | None
 
     def close(self) -> None:
-        """Stop all parts and close their sockets. The last KV cache events are sent first. May be called twice."""
+        """End transfers, send the last KV cache events, and stop the other parts. May be called twice."""
         self.core.transfers.close()
         if self.publisher is not None:
             self.publisher.close()

@@ -65,9 +65,9 @@ class Model(Protocol):
         ...
 
     def get_block_memory(self) -> BlockMemory | None:
-        """Return access to the contents of KV cache blocks, to move them between engines; None if that is off.
+        """Return access to the contents of KV cache blocks, to move them between engines.
 
-        Called after `make_runner`.
+        None if this is a simulation that does not know the size of its blocks. Called after `make_runner`.
         """
         ...
 

@@ -146,7 +146,7 @@ class Masks:
     def _compute_masks(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:
-        """Make the masks of the tokens that grammars allow next, one for each answer that its grammar constrains now.
+        """Make the masks of the tokens that may be drawn next, one for each answer that may not draw every token now.
 
         First, grammar matchers read the new tokens of their answers. If the previous step has yet to draw one of these,
         `read_last_tokens` waits for that step.
