@@ -27,38 +27,80 @@ _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH, _SPACE = b"{[", b"}]", ord('"'), ord("\\"), ord(" ")
 
 
+class _BlankedValue(msgspec.Struct, eq=False):
+    """JSON value that is being replaced by spaces: a string, a number, an object or an array.
+
+    It is a small scanner that finds where the value ends, and keeps its place if `data` ends first.
+    """
+
+    is_number: bool
+    is_in_string: bool
+    depth: int
+    """Number of open objects and arrays."""
+    is_after_backslash: bool = False
+    is_finished: bool = False
+
+    def blank(self, data: bytes, start: int, out: bytearray) -> int:
+        """Append a space to `out` for each byte of the value from `start` on, and its closing byte; return its end.
+
+        `start` is after the first byte of the value. The value is finished unless `data` ends before it.
+        """
+        if self.is_number:
+            end = len(data) - len(data[start:].lstrip(_NUMBER))
+            out += b" " * (end - start)
+            self.is_finished = end < len(data)  # else the next part of the answer may have more digits
+            return end
+        position = start
+        while position < len(data) and not self.is_finished:
+            byte = data[position]
+            self._update_nesting(byte)
+            self.is_finished = not self.is_in_string and self.depth == 0
+            out.append(byte if self.is_finished else _SPACE)
+            position += 1
+        return position
+
+    def _update_nesting(self, byte: int) -> None:
+        """Record whether a byte opens or closes a string, an object or an array."""
+        if self.is_after_backslash:
+            self.is_after_backslash = False
+        elif self.is_in_string:
+            self.is_after_backslash = byte == _BACKSLASH
+            self.is_in_string = byte != _QUOTE
+        elif byte == _QUOTE:
+            self.is_in_string = True
+        elif byte in _OPENING:
+            self.depth += 1
+        elif byte in _CLOSING:
+            self.depth -= 1
+
+
 class ResponseRedactor(msgspec.Struct, eq=False):
     """Hides the values of internal fields in one answer, and keeps its length.
 
-    An answer arrives in parts that may cut a key or a value anywhere. So a possible beginning of a key at the end of a
-    part waits in `_pending`, and the state of an unfinished value is kept until the next part.
+    An answer arrives in parts that may cut a key or a value anywhere.
     """
 
     key_pattern: re.Pattern[bytes]
     is_chunked: bool = False
     """Whether the bytes include the framing of chunks. A value that is cut by a chunk is not blanked."""
-    _pending: bytes = b""
-    _is_blanking: bool = False
-    """Whether the next byte belongs to a value that is being blanked."""
-    _depth: int = 0
-    """Number of open objects and arrays in the value that is being blanked."""
-    _is_in_string: bool = False
-    _is_escaped: bool = False  # the byte before was a backslash
-    _is_in_number: bool = False
+    _held_back: bytes = b""
+    """End of the last part that may be the beginning of an internal key."""
+    _unfinished_value: _BlankedValue | None = None
+    """Internal value that continues in the next part."""
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
         """Take the next part of the answer, and return the bytes that can be forwarded to the client now.
 
         `ends`: no further bytes follow, so nothing is held back as the possible beginning of a key.
         """
-        data = self._pending + content if self._pending else content
-        if self._is_blanking or self.key_pattern.search(data) is not None:
+        data = self._held_back + content if self._held_back else content
+        if self._unfinished_value is not None or self.key_pattern.search(data) is not None:
             return self._blank_values(data, ends=ends)
         if ends or data[-1:] not in _KEY_START_ENDS:  # as nearly always
-            self._pending = b""
+            self._held_back = b""
             return data
         end = _end_before_key(data, 0)
-        self._pending = data[end:]
+        self._held_back = data[end:]
         return data[:end]
 
     def _blank_values(self, data: bytes, *, ends: bool) -> bytes:
@@ -67,73 +109,40 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         Bytes at the end that may begin the name of such a field are held back for the next part, unless `ends`.
         """
         out = bytearray()
-        position = self._blank(data, 0, out) if self._is_blanking else 0
-        while (match := self.key_pattern.search(data, position)) is not None:
-            value_start = match.end()
-            out += data[position:value_start]
-            blanked_value = bytearray()
-            position = self._blank_value(data, value_start, blanked_value)
-            value = data[value_start:position]
-            is_cut_by_chunk = self.is_chunked and (self._is_blanking or b"\r" in value)
-            if is_cut_by_chunk:  # the size of the next chunk would be blanked too: the value stays
-                self._is_blanking = False
-                self._is_escaped = False
-                out += value
-            else:
-                out += blanked_value
-        end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
-        self._pending = data[end:]
+        position = 0
+        if self._unfinished_value is not None:
+            position = self._unfinished_value.blank(data, 0, out)
+            if self._unfinished_value.is_finished:
+                self._unfinished_value = None
+        while (key := self.key_pattern.search(data, position)) is not None:
+            out += data[position : key.end()]
+            position = self._blank_value(data, key.end(), out)
+        end = len(data) if ends or self._unfinished_value is not None else _end_before_key(data, position)
+        self._held_back = data[end:]
         out += data[position:end]
         return bytes(out)
 
-    def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
-        """Append the JSON value at `position` to `out`, with spaces for its content; return the position after it.
+    def _blank_value(self, data: bytes, start: int, out: bytearray) -> int:
+        """Append the JSON value at `start` to `out`, with spaces for its content; return the position after it.
 
         `"10.0.0.7"` becomes `"        "`, `{"port": 7}` becomes `{         }`, and 5100 becomes `0   `. true, false and
-        null stay, as they tell nothing. The value may end in a later part of the answer, where `_blank` continues.
+        null stay, as they tell nothing.
         """
-        first_byte = data[position]
-        self._depth = 1 if first_byte in _OPENING else 0
-        self._is_in_string = first_byte == _QUOTE
-        self._is_in_number = first_byte in _NUMBER
-        self._is_blanking = self._depth > 0 or self._is_in_string or self._is_in_number
-        if not self._is_blanking:
-            return position  # true, false, null
-        out.append(ord("0") if self._is_in_number else first_byte)
-        return self._blank(data, position + 1, out)
-
-    def _blank(self, data: bytes, position: int, out: bytearray) -> int:
-        """Append a space to `out` for each further byte of a JSON value, and its closing byte; return the end position.
-
-        The value began before `position`, perhaps in an earlier part of the answer. If it does not end in `data`, the
-        end of `data` is returned, and `_is_blanking` stays set for the next part.
-        """
-        if self._is_in_number:
-            end = len(data) - len(data[position:].lstrip(_NUMBER))
-            out += b" " * (end - position)
-            self._is_blanking = end == len(data)  # then the next part of the answer may have more digits
-            self._is_in_number = self._is_blanking
+        first_byte = data[start]
+        is_number, is_string, is_container = first_byte in _NUMBER, first_byte == _QUOTE, first_byte in _OPENING
+        if not (is_number or is_string or is_container):
+            return start  # true, false, null
+        value = _BlankedValue(is_number=is_number, is_in_string=is_string, depth=int(is_container))
+        blanked_bytes = bytearray([ord("0") if is_number else first_byte])
+        end = value.blank(data, start + 1, blanked_bytes)
+        is_cut_by_chunk = self.is_chunked and (not value.is_finished or b"\r" in data[start:end])
+        if is_cut_by_chunk:  # blanking would also hit the size of the next chunk, so the value stays
+            out += data[start:end]
             return end
-        while position < len(data) and self._is_blanking:
-            byte = data[position]
-            self._update_nesting(byte)
-            self._is_blanking = self._is_in_string or self._depth > 0
-            out.append(_SPACE if self._is_blanking else byte)
-            position += 1
-        return position
-
-    def _update_nesting(self, byte: int) -> None:
-        """Record whether a byte opens or closes a string, an object or an array."""
-        if self._is_escaped:
-            self._is_escaped = False
-        elif self._is_in_string:
-            self._is_escaped, self._is_in_string = byte == _BACKSLASH, byte != _QUOTE
-        elif byte == _QUOTE:
-            self._is_in_string = True
-        elif byte in _OPENING:
-            self._depth += 1
-        elif byte in _CLOSING:
-            self._depth -= 1
+        out += blanked_bytes
+        if not value.is_finished:
+            self._unfinished_value = value
+        return end
 
 
 def _end_before_key(data: bytes, start: int) -> int:
