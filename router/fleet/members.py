@@ -66,51 +66,65 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 
 
 @dataclass(slots=True)
+class _PollTimes:
+    """Times at which a worker was asked, or may be asked again, and pauses that double while there is no success."""
+
+    probed_s: float = -math.inf
+    """Time when the worker was last asked for all its facts."""
+    load_poll_due_s: float = 0.0
+    """Time from which the worker may be asked for its load."""
+    peer_poll_due_s: float = 0.0
+    """Time from which other routers may be asked for cached blocks of the worker that this router's index lacks."""
+    peer_pause_s: float = 0.0
+    """Pause between two such requests to other routers."""
+    starting_pause_s: float = 0.0
+    """Pause between two probes until the worker is reached."""
+    fault_pause_s: float = 0.0
+    """Pause after an error of the router's own in the worker's task."""
+
+
+@dataclass(slots=True)
+class _KubernetesReadiness:
+    """Lists of Kubernetes that say that a worker is not ready, and whether this drained the worker."""
+
+    unready_lists: set[str] = field(default_factory=set)
+    """Names of the Services and pools."""
+    is_drain_cause: bool = False
+    """Whether the worker was drained for this, and no operator drained it or took it back since."""
+
+
+@dataclass(slots=True)
 class _Member:
     """State of one worker that this router was told of, whether the worker was reached yet or not."""
 
     flag: WorkerFlag
+    """Settings of the worker, as a `--worker` option has them."""
     origins: set[str]
     """Lists that name the worker: `operator`, `file`, a host name or an object of Kubernetes."""
-    named_s: float = 0.0
-    """Time when the first of them named it with these settings."""
+    configured_s: float = 0.0
+    """Time when a list first named the worker with these settings."""
     task: asyncio.Task[None] | None = None
     """Task that probes and checks the worker."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the worker checked now."""
+    poll_times: _PollTimes = field(default_factory=_PollTimes)
+    readiness: _KubernetesReadiness = field(default_factory=_KubernetesReadiness)
+
+    problem: str = ""
+    """Why the last check or probe failed; empty if it did not."""
+    consecutive_failures: int = 0
+    """Checks that failed in a row, or probes if the worker was never reached."""
 
     facts: WorkerFacts | None = None
     """Result of the last successful probe; None: the worker was never reached."""
     checkpoint_by_model: dict[str, Checkpoint] = field(default_factory=dict)
     """Base models' files on this machine, as they were when the worker was found, had restarted, or they came here."""
+    has_too_many_streams: bool = False
+    """Whether the worker has more event streams than can be followed."""
     engine_restarts: int = 0
     """Restarts of the worker's engine that its event streams have shown."""
-    clear_count_asleep: int = 0
-    """Number of times that the worker had published a cleared cache when it was found asleep."""
-    lacks_room: bool = False
-    """Whether the worker has more event streams than can be followed."""
-
-    problem: str = ""
-    """Why the last check or probe failed; empty if it did not."""
-    failures: int = 0
-    """Checks that failed in a row, or probes if the worker was never reached."""
-
-    probed_s: float = -math.inf
-    """Time when the worker was last asked for all its facts."""
-    starting_pause_s: float = 0.0
-    """Pause between two probes until the worker is reached."""
-    restart_s: float = 0.0
-    """Pause after the last fault of the task."""
-    next_loads_poll_at_s: float = 0.0
-    """Time from which the worker may be asked for its load again."""
-    next_peers_poll_at_s: float = 0.0
-    """Time from which other routers may be asked for missing snapshots."""
-    peers_pause_s: float = 0.0
-
-    unready_lists: set[str] = field(default_factory=set)
-    """Lists of Kubernetes that say that the worker is not ready."""
-    is_drained_as_unready: bool = False
-    """Whether the worker was drained because it is not ready, and no operator drained it or took it back since."""
+    cache_clears_at_sleep: int = 0
+    """Number of cleared caches that the worker had published when its engine was last found to fall asleep or wake."""
 
     def cancel(self) -> None:
         """End the task, and drop the reference to it: task and member would keep each other alive."""
@@ -123,7 +137,8 @@ class _Member:
         """Why a worker that was never reached is not available."""
         if not self.problem:
             return "not tried yet"
-        return f"{self.problem} (tried {self.failures} times, again every {self.starting_pause_s:g} s)"
+        pause_s = self.poll_times.starting_pause_s
+        return f"{self.problem} (tried {self.consecutive_failures} times, again every {pause_s:g} s)"
 
 
 class Fleet:
@@ -186,8 +201,7 @@ class Fleet:
             existing.cancel()
             if existing.flag.url != flag.url:
                 self._tokenizers.remove_worker(existing.flag.url)
-            member.unready_lists = existing.unready_lists
-            member.is_drained_as_unready = existing.is_drained_as_unready
+            member.readiness = existing.readiness
         self._members[flag.worker_id] = member
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
 
@@ -232,12 +246,12 @@ class Fleet:
         unreached = [member for worker_id, member in self._members.items() if worker_id not in reached_workers]
         if not reached_workers:
             return len(unreached)
-        return sum(self._now() - member.named_s <= STARTING_S_MAX for member in unreached)
+        return sum(self._now() - member.configured_s <= STARTING_S_MAX for member in unreached)
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""
         if worker_id in self._members:
-            self._members[worker_id].is_drained_as_unready = False
+            self._members[worker_id].readiness.is_drain_cause = False
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
@@ -289,7 +303,8 @@ class Fleet:
     def has_unprobed_worker(self) -> bool:
         """Return whether some worker's first probe has not ended yet."""
         return any(
-            member.facts is None and not member.failures and not member.problem for member in self._members.values()
+            member.facts is None and not member.consecutive_failures and not member.problem
+            for member in self._members.values()
         )
 
     def follow_file(self, path: Path) -> None:
@@ -332,16 +347,16 @@ class Fleet:
         operator drained or resumed in between stays so.
         """
         worker_id = member.flag.worker_id
-        was_ready = not member.unready_lists
+        was_ready = not member.readiness.unready_lists
         if is_ready:
-            member.unready_lists.discard(list_name)
+            member.readiness.unready_lists.discard(list_name)
         else:
-            member.unready_lists.add(list_name)
-        is_unready = bool(member.unready_lists)
+            member.readiness.unready_lists.add(list_name)
+        is_unready = bool(member.readiness.unready_lists)
         begins_drain = is_unready and was_ready and not self._core.workers[worker_id].is_drained
-        ends_drain = member.is_drained_as_unready and not is_unready
+        ends_drain = member.readiness.is_drain_cause and not is_unready
         if begins_drain or ends_drain:
-            member.is_drained_as_unready = is_unready
+            member.readiness.is_drain_cause = is_unready
             self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_unready))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -392,14 +407,15 @@ class Fleet:
                 if reason != member.problem:
                     log.exception("worker %s cannot be followed: %s", member.flag.worker_id, reason)
                 self._record_problem(member, reason)
-                member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
-                await asyncio.sleep(member.restart_s)
+                times = member.poll_times
+                times.fault_pause_s = _next_pause(times.fault_pause_s, RESTART_S, RESTART_S_MAX)
+                await asyncio.sleep(times.fault_pause_s)
 
     async def _follow_worker(self, member: _Member) -> None:
         """Probe a worker until it answers, then check it again and again."""
         while member.facts is None and not await self._probe_and_register(member):
-            if await self._pause(member, member.starting_pause_s):
-                member.starting_pause_s = 0.0
+            if await self._pause(member, member.poll_times.starting_pause_s):
+                member.poll_times.starting_pause_s = 0.0
         while True:
             await self._check_worker(member)
 
@@ -413,16 +429,16 @@ class Fleet:
         if problem is not None:
             self._record_failed_check(member, problem, is_suspected=is_suspected)
             return
-        member.failures = 0
+        member.consecutive_failures = 0
         if not was_down:
             member.problem = ""
-        if was_down or is_suspected or self._now() - member.probed_s >= self._config.sources_s:
+        if was_down or is_suspected or self._now() - member.poll_times.probed_s >= self._config.sources_s:
             await self._probe_and_register(member)
         else:
             await self._poll_models(member)
         self._spawn(self._fetch_missing_snapshots(member))
-        if self._now() >= member.next_loads_poll_at_s:
-            member.next_loads_poll_at_s = math.inf  # not again before this poll has ended
+        if self._now() >= member.poll_times.load_poll_due_s:
+            member.poll_times.load_poll_due_s = math.inf  # not again before this poll has ended
             self._spawn(self._poll_load(member))
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
@@ -430,22 +446,23 @@ class Fleet:
 
         Blocks are missing if events were lost. The pause between two requests doubles while some are.
         """
-        if self._peers is None or member.facts is None or self._now() < member.next_peers_poll_at_s:
+        times = member.poll_times
+        if self._peers is None or member.facts is None or self._now() < times.peer_poll_due_s:
             return
         worker_id = member.flag.worker_id
         first_batch_by_rank = self._feed.find_incomplete_ranks(worker_id)
         if not first_batch_by_rank:
-            member.peers_pause_s = 0.0
+            times.peer_pause_s = 0.0
             return
-        member.next_peers_poll_at_s = math.inf  # not again before the routers have answered
+        times.peer_poll_due_s = math.inf  # not again before the routers have answered
         try:
             sources = member.facts.sources
             snapshots = await self._peers.fetch_snapshots(worker_id, sources, only_before=first_batch_by_rank)
             for rank, snapshot in snapshots.items():
                 self._feed.resume(worker_id, rank, snapshot)
         finally:
-            member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
-            member.next_peers_poll_at_s = self._now() + member.peers_pause_s
+            times.peer_pause_s = _next_pause(times.peer_pause_s, self._config.peers_s, self._config.peers_s_max)
+            times.peer_poll_due_s = self._now() + times.peer_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
         """Read the load of a worker's ranks from its `/metrics` for the core, and set the time of the next reading."""
@@ -458,7 +475,7 @@ class Fleet:
             if is_asleep is not None:
                 self._set_asleep(member, is_asleep=is_asleep)
         finally:
-            member.next_loads_poll_at_s = self._now() + self._config.loads_s
+            member.poll_times.load_poll_due_s = self._now() + self._config.loads_s
 
     def _set_asleep(self, member: _Member, *, is_asleep: bool) -> None:
         """Record whether a worker's engine is in sleep mode, and clear its blocks in the index.
@@ -470,9 +487,9 @@ class Fleet:
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not is_asleep:
             clear_count = self._feed.count_clears(worker_id)
-            if is_asleep or clear_count == member.clear_count_asleep:
+            if is_asleep or clear_count == member.cache_clears_at_sleep:
                 self._feed.clear_worker(worker_id)
-            member.clear_count_asleep = clear_count
+            member.cache_clears_at_sleep = clear_count
             self._perform(self._core.set_asleep(worker_id, self._now(), is_asleep=is_asleep))
 
     async def _poll_all_models(self) -> None:
@@ -508,7 +525,7 @@ class Fleet:
         worker_id, earlier_facts = member.flag.worker_id, member.facts
         worker = self._core.workers.get(worker_id)
         was_down = worker is not None and worker.is_down
-        member.probed_s = self._now()
+        member.poll_times.probed_s = self._now()
         try:
             facts = await self._prober.probe(member.flag, earlier_facts, member.engine_restarts)
         except (FetchError, DecodeError) as error:
@@ -516,7 +533,7 @@ class Fleet:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=was_up)
             return False
         member.problem = ""
-        member.failures = 0
+        member.consecutive_failures = 0
 
         is_restarted = was_down or earlier_facts is None or not _may_be_same_engine(earlier_facts, facts)
         if is_restarted:
@@ -529,16 +546,16 @@ class Fleet:
         if self._members.get(worker_id) is not member:
             return False
 
-        lacked_room = member.lacks_room
+        had_too_many_streams = member.has_too_many_streams
         usable_facts = self._limit_streams(member, facts)
-        if was_down or facts != member.facts or member.lacks_room != lacked_room:
+        if was_down or facts != member.facts or member.has_too_many_streams != had_too_many_streams:
             worker = self._register(usable_facts, snapshots)
             if not worker.is_down:
                 self._log_joined(member, usable_facts, is_new=is_new)
         member.facts = facts
         if facts.is_asleep is not None:
             self._set_asleep(member, is_asleep=facts.is_asleep)
-        member.restart_s = 0.0
+        member.poll_times.fault_pause_s = 0.0
         return True
 
     async def _fetch_snapshots(self, facts: WorkerFacts) -> Mapping[int, PeerSnapshot]:
@@ -560,20 +577,20 @@ class Fleet:
         if is_new_kind:
             remedy = suggest_remedy(member.flag, reason)
             log.warning("worker %s does not answer yet: %s: %s", member.flag.worker_id, reason, remedy)
-            member.starting_pause_s = 0.0  # the worker makes progress, so it may answer soon
+            member.poll_times.starting_pause_s = 0.0  # the worker makes progress, so it may answer soon
         self._record_problem(member, reason)
-        member.failures += 1
-        config = self._config
-        member.starting_pause_s = _next_pause(member.starting_pause_s, config.starting_s, config.starting_s_max)
+        member.consecutive_failures += 1
+        config, times = self._config, member.poll_times
+        times.starting_pause_s = _next_pause(times.starting_pause_s, config.starting_s, config.starting_s_max)
 
     def _limit_streams(self, member: _Member, facts: WorkerFacts) -> WorkerFacts:
         """Return the facts of a worker, without its event streams if there are more than can be followed."""
         free_stream_count = self._feed.count_free_streams(member.flag.worker_id)
-        lacked_room = member.lacks_room
-        member.lacks_room = len(facts.sources) > free_stream_count
-        if not member.lacks_room:
+        had_too_many_streams = member.has_too_many_streams
+        member.has_too_many_streams = len(facts.sources) > free_stream_count
+        if not member.has_too_many_streams:
             return facts
-        if not lacked_room:
+        if not had_too_many_streams:
             log.warning(
                 "worker %s has %d event streams, and there is room for %d: it is routed by history",
                 member.flag.worker_id, len(facts.sources), free_stream_count,
@@ -587,7 +604,7 @@ class Fleet:
         log.info("worker %s serves %s, %s", member.flag.worker_id, model_names, events)
         if conflict := find_base_conflict(facts.spec, self._core.workers.values()):
             log.warning("worker %s: %s", member.flag.worker_id, conflict)
-        is_known_to_lack_events = member.flag.no_events or member.lacks_room
+        is_known_to_lack_events = member.flag.no_events or member.has_too_many_streams
         if is_new and not facts.sources and not is_known_to_lack_events:
             log.warning(
                 "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "
@@ -642,8 +659,8 @@ class Fleet:
     def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:
         """Count a failed check; mark the worker as down after one if a request failed too, else after several."""
         self._record_problem(member, problem)
-        member.failures += 1
-        if is_suspected or member.failures >= self._config.failures_to_down:
+        member.consecutive_failures += 1
+        if is_suspected or member.consecutive_failures >= self._config.failures_to_down:
             self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:

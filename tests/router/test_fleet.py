@@ -140,7 +140,7 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
         pauses = []
         for _ in range(8):
             assert not await fleet._probe_and_register(member)
-            pauses.append(member.starting_pause_s)
+            pauses.append(member.poll_times.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
         assert fleet.list_starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
 
@@ -205,7 +205,7 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
         await fleet.add({"url": "http://h:1"})
         while fleet.failed_checks["h:1"] < 5:
             await asyncio.sleep(0.001)
-        assert fleet._members["h:1"].restart_s == 0.004
+        assert fleet._members["h:1"].poll_times.fault_pause_s == 0.004
         assert "a number of the worker's" in fleet.list_starting_reasons()["h:1"]
         await fleet.close()
 
@@ -658,7 +658,7 @@ def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(m
 
             fleet._prober.check_health = fail_once  # type: ignore[method-assign]
             fleet.check_soon(name)
-            await wait_until(lambda: fleet._members[name].restart_s)
+            await wait_until(lambda: fleet._members[name].poll_times.fault_pause_s)
             await asyncio.sleep(0.1)
             assert page.request_counts["/v1/models"] < 5
             fleet.check_soon(name)
@@ -904,7 +904,7 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
             assert core.resolve_model("later") is not None
             await fleet.add({"url": "http://127.0.0.1:1"})
             assert await fleet.discover_model("nonsense") == 1, "it was never reached, and may serve it"
-            fleet._members["127.0.0.1:1"].named_s -= 3600.0
+            fleet._members["127.0.0.1:1"].configured_s -= 3600.0
             assert await fleet.discover_model("nonsense") == 0, "it does not start any more: the name is a mistake"
             await fleet.remove(name)
             assert await fleet.discover_model("base") == 1, "no worker was reached, so nobody knows the models"
