@@ -20,6 +20,7 @@ one replaces it. Buffers are bounded, and a batch that does not fit becomes a ga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from events.frames import SNAPSHOT_SEQ
 from events.stream_buffers import OutOfOrderBatches, digest_payload
@@ -45,6 +46,46 @@ NO_REPLAY = "the publisher offers no replay"
 NO_SNAPSHOT = "the publisher has no snapshot now"
 
 
+@dataclass(slots=True)
+class _PendingRequest:
+    """The request for a replay or a snapshot that was sent last."""
+
+    id: int = 0
+    deadline: float | None = None
+    """Time at which the request counts as failed; None if its reply has ended or it was given up."""
+    attempt_count: int = 0
+    """Requests in a row that failed in this phase, or brought a gap."""
+
+    def begin(self, deadline: float) -> int:
+        """Begin a request in place of the last one, and return its id."""
+        self.id += 1
+        self.deadline = deadline
+        return self.id
+
+
+@dataclass(slots=True)
+class _RepairProgress:
+    """State of phase REPAIR, in which a replay of the last applied batch and those after it is received."""
+
+    awaits_last_batch: bool = False
+    """Whether the replay has yet to bring the last applied batch, its first one."""
+    is_tail_check: bool = False
+    """Whether the stream only was silent, so that no batch is known to be missing."""
+
+
+@dataclass(slots=True)
+class _SnapshotProgress:
+    """Messages that were received of a snapshot, in phase SNAPSHOT."""
+
+    chunk_count: int = 0
+    batch_count: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the snapshot ended with its one batch. A publisher without a batch so far sends chunks alone."""
+        return self.batch_count == 1 or (self.batch_count == 0 and self.chunk_count > 0)
+
+
 class StreamState:
     """Decides what to do with each batch and reply of one stream, and what to request again.
 
@@ -53,48 +94,44 @@ class StreamState:
     """
 
     def __init__(self, config: StreamConfig | None = None, resume_position: StreamPosition | None = None) -> None:
-        """Begin without history, or after the last batch that the subscriber applied before its own restart."""
+        """Begin without history, or after the last batch that the subscriber applied before its own restart.
+
+        The stream is LIVE until batches may be missing. REPAIR replays those after the last applied batch, SNAPSHOT
+        fetches the whole state, and REBUILD replays all batches that the publisher still has.
+        """
         self.config = config or StreamConfig()
         self.phase = StreamPhase.LIVE
         self.is_online = False
+        """Whether the subscriber is connected to the publisher."""
         self.dropped_message_count = 0
         """Live batches that were lost because too many waited."""
 
-        # What was applied so far.
+        # Batches that were applied, or wait until they can be.
         self._publisher_id = b""
         self._next_seq: int | None = None
         """Number of the next batch to apply; None if no batch is known."""
         self._digest_by_applied_seq: BoundedDict[int, int] = BoundedDict(self.config.max_recent_batches)
         """Digests of the newest applied batches, by which a batch that comes again is recognised."""
-        self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         self._has_applied_state = resume_position is not None
         """Whether something was applied since the last Clear."""
         if resume_position is not None:
             self._next_seq = resume_position.seq + 1
             self._digest_by_applied_seq[resume_position.seq] = resume_position.payload_digest
+        self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
+        """Live batches that came before earlier ones, which are requested."""
 
-        # The pending request.
-        self._request_id = 0
-        self._deadline: float | None = None
-        """Time at which the request counts as failed; None if none is pending."""
-        self._attempt_count = 0
-        """Requests in a row that failed in this phase, or brought a gap."""
+        # Recovery of missing batches.
+        self._request = _PendingRequest()
+        self._repair = _RepairProgress()
+        self._snapshot = _SnapshotProgress()
         self._restart_attempt_count = 0
-        """Times that the stream has started over since it was last live."""
+        """Times that the stream has started over with a snapshot or REBUILD since it was last LIVE."""
 
-        # State of single phases.
-        self._awaits_last_batch = False
-        """REPAIR: whether the last applied batch, with which a replay begins, has not come again yet."""
-        self._is_tail_check = False
-        """REPAIR: whether this is only a check after silence; no batch is known to be missing."""
-        self._snapshot_chunk_count = 0
-        """SNAPSHOT: received chunks."""
-        self._snapshot_batch_count = 0
-        """SNAPSHOT: received batches; exactly one ends a snapshot."""
-        self._retry_at: float | None = None
-        """LIVE after giving up: time at which a snapshot is requested again."""
+        # Times at which a LIVE stream is checked.
+        self._snapshot_retry_at: float | None = None
+        """Time to request a snapshot again after the last requests failed; None if a snapshot is not wanted."""
         self._silence_began_at: float | None = None
-        """LIVE: start of the silence; None after it was checked."""
+        """Time of the last message; None after a check of the silence since then."""
 
     @property
     def position(self) -> StreamPosition | None:
@@ -108,7 +145,8 @@ class StreamState:
         """Handle a new connection, before its first message."""
         self.is_online = True
         self._early_batches.clear()
-        self._attempt_count = self._restart_attempt_count = 0
+        self._request.attempt_count = 0
+        self._restart_attempt_count = 0
         if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
             return [*self._clear("reconnected while joining"), *self._start_over(now)]
         if self._next_seq is not None:
@@ -119,7 +157,7 @@ class StreamState:
     def on_disconnected(self) -> list[Instruction]:
         """Handle the loss of the connection. Applied batches stay, because the publisher may come back."""
         self.is_online = False
-        self._deadline = None
+        self._request.deadline = None
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
@@ -170,7 +208,7 @@ class StreamState:
         has_restarted = self._record_publisher(publisher_id)
         if has_restarted:
             return self._handle_restart("the publisher has another id", now)
-        self._deadline = now + self.config.request_timeout_s
+        self._request.deadline = now + self.config.request_timeout_s
         if self.phase is StreamPhase.SNAPSHOT:
             return self._handle_snapshot_reply(seq, payload)
         if seq >= SNAPSHOT_SEQ:
@@ -183,20 +221,15 @@ class StreamState:
         """Handle the end of a reply: go live if the reply brought all that was missing, else start over."""
         if not self._is_pending(request_id):
             return []
-        self._deadline = None
-        if self.phase is StreamPhase.SNAPSHOT and not self._is_snapshot_complete():
+        self._request.deadline = None
+        if self.phase is StreamPhase.SNAPSHOT and not self._snapshot.is_complete:
             return [*self._clear("no snapshot"), *self._start_rebuild(now)]
-        if self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
+        if self.phase is StreamPhase.REPAIR and self._repair.awaits_last_batch and not self._repair.is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
         if self.phase is not StreamPhase.REPAIR and self._next_seq is None:
             self._next_seq = 0  # the publisher has published nothing yet
         return self._finish_reply(now)
-
-    def _is_snapshot_complete(self) -> bool:
-        """Return whether a snapshot ended with its one batch. Before the first batch, chunks alone are complete."""
-        has_only_chunks = self._snapshot_batch_count == 0 and self._snapshot_chunk_count > 0
-        return self._snapshot_batch_count == 1 or has_only_chunks
 
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
@@ -212,7 +245,7 @@ class StreamState:
         has_restarted = self._record_publisher(publisher_id)
         if has_restarted:
             return self._handle_restart("the publisher has another id", now)
-        self._deadline = None
+        self._request.deadline = None
         self._next_seq = last_seq + 1
         self._has_applied_state = True
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
@@ -231,15 +264,15 @@ class StreamState:
         """
         if not self._is_pending(request_id):
             return []
-        self._deadline = None
-        self._attempt_count += 1
+        self._request.deadline = None
+        self._request.attempt_count += 1
         if self.phase is StreamPhase.SNAPSHOT:
             return self._handle_failed_snapshot(reason, now)
-        if self.phase is StreamPhase.REPAIR and self._is_tail_check:
+        if self.phase is StreamPhase.REPAIR and self._repair.is_tail_check:
             instructions = self._finish_reply(now)
             self._silence_began_at = now  # unknown whether batches are missing: check after the next silence
             return instructions
-        if self._attempt_count >= self.config.max_attempts:
+        if self._request.attempt_count >= self.config.max_attempts:
             return self._give_up(reason, now)
         if self.phase is StreamPhase.REPAIR:
             return self._start_repair(now)
@@ -248,10 +281,10 @@ class StreamState:
     def _handle_failed_snapshot(self, reason: str, now: float) -> list[Instruction]:
         """Request a snapshot again; after `max_attempts`, request a replay for now, and a snapshot later."""
         instructions = self._clear(reason)
-        if self._attempt_count < self.config.max_attempts:
+        if self._request.attempt_count < self.config.max_attempts:
             return [*instructions, *self._start_snapshot(now)]
-        self._attempt_count = 0
-        self._retry_at = now + self.config.snapshot_retry_s
+        self._request.attempt_count = 0
+        self._snapshot_retry_at = now + self.config.snapshot_retry_s
         return [*instructions, *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
@@ -261,11 +294,11 @@ class StreamState:
         """
         if not self.is_online:
             return []
-        if self._deadline is not None:
-            if now < self._deadline:
+        if self._request.deadline is not None:
+            if now < self._request.deadline:
                 return []
-            return self.on_request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
-        if self._retry_at is not None and now >= self._retry_at:
+            return self.on_request_failed(self._request.id, now, f"no answer in {self.config.request_timeout_s:g} s")
+        if self._snapshot_retry_at is not None and now >= self._snapshot_retry_at:
             return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
         return self._check_tail(now)
 
@@ -280,19 +313,19 @@ class StreamState:
             return []
         self._silence_began_at = None
         instructions = self._start_repair(now)
-        self._is_tail_check = True
+        self._repair.is_tail_check = True
         return instructions
 
     def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """Handle a batch of a replay that fills a gap: the last applied batch comes first, then the missing ones."""
         assert self._next_seq is not None
-        if self._awaits_last_batch:
+        if self._repair.awaits_last_batch:
             return self._compare_last_batch(seq, payload, now)
         if seq < self._next_seq:  # the publisher may send earlier batches than requested
             return []
         if seq > self._next_seq:
             return self._request_again(f"replay jumps from seq {self._next_seq} to {seq}", now)
-        self._attempt_count = 0
+        self._request.attempt_count = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
     def _compare_last_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
@@ -311,7 +344,7 @@ class StreamState:
         is_same_batch = self._digest_by_applied_seq.get(seq) == digest_payload(payload)
         if not is_same_batch:
             return self._handle_restart(f"seq {seq} is another batch than before", now)
-        self._awaits_last_batch = False
+        self._repair.awaits_last_batch = False
         return []
 
     def _handle_rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
@@ -324,18 +357,18 @@ class StreamState:
 
     def _request_again(self, problem: str, now: float) -> list[Instruction]:
         """Request batches that a reply did not bring, or start over after `max_attempts` such requests in a row."""
-        self._attempt_count += 1
-        if self._attempt_count > self.config.max_attempts:
+        self._request.attempt_count += 1
+        if self._request.attempt_count > self.config.max_attempts:
             return self._discard_and_start_over(problem, now)
         return self._start_repair(now)
 
     def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
         """Apply a chunk of a snapshot, or note the batch that ends it: the state of the chunks includes that batch."""
-        if seq == SNAPSHOT_SEQ and self._snapshot_batch_count == 0:
-            self._snapshot_chunk_count += 1
+        if seq == SNAPSHOT_SEQ and self._snapshot.batch_count == 0:
+            self._snapshot.chunk_count += 1
             self._has_applied_state = True
             return [Apply(None, payload, Origin.SNAPSHOT)]
-        self._snapshot_batch_count += 1
+        self._snapshot.batch_count += 1
         self._next_seq = seq + 1
         self._digest_by_applied_seq[seq] = digest_payload(payload)
         return []
@@ -346,7 +379,7 @@ class StreamState:
         The last applied batch is requested too: if it has other bytes now, the publisher has restarted. If the
         publisher replays no batches, start over with a snapshot, or give up if it has none.
         """
-        self._is_tail_check = False
+        self._repair.is_tail_check = False
         if self._next_seq is None:
             self.phase = StreamPhase.LIVE
             return []
@@ -358,22 +391,22 @@ class StreamState:
         last_seq = self._next_seq - 1
         # After a vLLM snapshot, the last batch has no digest: the publisher id shows whether this is the same process.
         is_checked_by_id = self._publisher_id and self._digest_by_applied_seq.get(last_seq) is None
-        self._awaits_last_batch = last_seq >= 0 and not is_checked_by_id
+        self._repair.awaits_last_batch = last_seq >= 0 and not is_checked_by_id
         return [RequestReplay(self._begin_request(now), start_seq=max(0, last_seq))]
 
     def _start_over(self, now: float) -> list[Instruction]:
         """Request a snapshot or a replay of the ring, after the stream was cleared."""
         self._restart_attempt_count += 1
-        self._retry_at = None
+        self._snapshot_retry_at = None
         if not self.config.can_recover or self._restart_attempt_count > self.config.max_attempts:
             return self._give_up("cannot catch up" if self.config.can_recover else NO_REPLAY, now)
-        self._attempt_count = 0
+        self._request.attempt_count = 0
         wants_snapshot = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
         return self._start_snapshot(now) if wants_snapshot else self._start_rebuild(now)
 
     def _start_snapshot(self, now: float) -> list[Instruction]:
         self.phase = StreamPhase.SNAPSHOT
-        self._snapshot_batch_count = self._snapshot_chunk_count = 0
+        self._snapshot = _SnapshotProgress()
         return [RequestSnapshot(self._begin_request(now))]
 
     def _start_rebuild(self, now: float) -> list[Instruction]:
@@ -383,12 +416,10 @@ class StreamState:
         return [RequestReplay(self._begin_request(now), 0)]
 
     def _is_pending(self, request_id: int) -> bool:
-        return self._deadline is not None and request_id == self._request_id
+        return self._request.deadline is not None and request_id == self._request.id
 
     def _begin_request(self, now: float) -> int:
-        self._request_id += 1
-        self._deadline = now + self.config.request_timeout_s
-        return self._request_id
+        return self._request.begin(now + self.config.request_timeout_s)
 
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived before a reply ended, and go live; request again what is missing."""
@@ -406,12 +437,12 @@ class StreamState:
                 reason = f"seq {seq} is another batch than before"
                 return [*instructions, *self._handle_restart(reason, now, seq, payload)]
             instructions.append(DuplicateBatch(seq))  # the reply brought it, too
-        self._awaits_last_batch = False
+        self._repair.awaits_last_batch = False
 
         highest_seq = self._early_batches.highest_seq
         if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
             return [*instructions, *self._request_again(f"replay never brings seq {self._next_seq}", now)]
-        is_tail_check = self.phase is StreamPhase.REPAIR and self._is_tail_check
+        is_tail_check = self.phase is StreamPhase.REPAIR and self._repair.is_tail_check
         if not is_tail_check:
             self._silence_began_at = now
         self._enter_live()
@@ -433,7 +464,7 @@ class StreamState:
     def _give_up(self, reason: str, now: float) -> list[Instruction]:
         """Clear the stream and continue with the newest consecutive batches, because missing ones are unavailable."""
         instructions = self._clear(reason)
-        self._deadline = None
+        self._request.deadline = None
         newest_batches = self._early_batches.list_newest_run()
         instructions += [self._apply(seq, payload, Origin.LIVE) for seq, payload in newest_batches]
         if not newest_batches and self._early_batches.highest_seq is not None:
@@ -441,16 +472,17 @@ class StreamState:
         self._silence_began_at = now
         self._enter_live()
         if self.config.can_recover and self.config.start_mode is StartMode.SNAPSHOT:
-            self._retry_at = now + self.config.snapshot_retry_s
+            self._snapshot_retry_at = now + self.config.snapshot_retry_s
         return instructions
 
     def _enter_live(self) -> None:
         """Go on with the batches of the subscription, as they come; nothing is requested or awaited any more."""
         self._early_batches.clear()
         self.phase = StreamPhase.LIVE
-        self._deadline = None
-        self._attempt_count = self._restart_attempt_count = 0
-        self._is_tail_check = self._awaits_last_batch = False
+        self._request.deadline = None
+        self._request.attempt_count = 0
+        self._restart_attempt_count = 0
+        self._repair = _RepairProgress()
 
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """Handle a live batch with an old number: a repetition, or the first batch of a restarted publisher."""
@@ -489,6 +521,6 @@ class StreamState:
         assert len(self._digest_by_applied_seq) <= self.config.max_recent_batches
         if self.phase is StreamPhase.LIVE:
             assert not self._early_batches
-            assert self._deadline is None
+            assert self._request.deadline is None
         elif self.is_online:
-            assert self._deadline is not None
+            assert self._request.deadline is not None

@@ -267,7 +267,7 @@ def test_what_one_reply_did_not_bring_is_asked_for_at_once() -> None:
     world.follower.perform(world.follower.stream.on_live_batch(*world.publisher.toggle(13), world.now))
     while world.replies:
         world.deliver_reply()
-    assert world.follower.request == RequestReplay(world.follower.stream._request_id, 4)
+    assert world.follower.request == RequestReplay(world.follower.stream._request.id, 4)
     world.answer()
     assert world.follower.resident == world.publisher.resident
 
