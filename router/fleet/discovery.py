@@ -157,25 +157,28 @@ def make_transfer_facts(
     block_size: int | None,
     engine_ids: tuple[str, ...],
 ) -> TransferFacts:
-    """Return how a worker exchanges KV blocks with other workers: as its operator configured, else as it offers.
+    """Return how a worker exchanges KV blocks with other workers, such as blocks of prompts that another one computes.
 
-    Workers with the same `group` can exchange KV. A configured worker's group is its transfer protocol, model and block
-    size. With Mooncake, a worker gives KV only if the ids of its engines are known, because requests for KV name them.
+    If the worker's settings (`flag`) name no transfer protocol, the worker's own offer counts: the engine of this
+    project sends one with its event sources. Workers with the same `group` can exchange KV. Here, a group has the same
+    protocol, model and block size. A worker with one role does one thing: "prefill" gives KV, "decode" takes KV.
     """
-    if not flag.kv:
+    protocol = flag.kv
+    if not protocol:
         offer = sources[0].kv_transfer if sources else None
         return NO_TRANSFERS if offer is None else _make_offered_transfer_facts(offer)
-    block_text = "" if flag.kv == SGLANG else f" {block_size}"  # SGLang's decode workers may not report a block size
-    has_required_ids = bool(engine_ids) or flag.kv != MOONCAKE
+    # SGLang's decode workers may not report a block size. Mooncake's requests for KV name the engine that gives it.
+    block_text = "" if protocol == SGLANG else f" {block_size}"
+    has_required_ids = bool(engine_ids) or protocol != MOONCAKE
     return TransferFacts(
-        group=f"{flag.kv} {models[0].base}{block_text}",
-        kinds=KINDS_BY_DIALECT[flag.kv],
+        group=f"{protocol} {models[0].base}{block_text}",
+        kinds=KINDS_BY_DIALECT[protocol],
         can_give=_may_give_kv(flag) and has_required_ids,
-        can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
-        dialect=flag.kv,
-        address="" if flag.kv == NIXL else _get_bootstrap_address(flag),
+        can_take=_may_take_kv(flag),
+        dialect=protocol,
+        address="" if protocol == NIXL else _get_bootstrap_address(flag),
         engine_ids=engine_ids,
-        needs_partner=flag.kv == SGLANG,
+        needs_partner=protocol == SGLANG,  # a prefill and a decode worker of SGLang serve a request together
     )
 
 
@@ -193,6 +196,10 @@ def _make_offered_transfer_facts(offer: KVTransferOffer) -> TransferFacts:
 
 def _may_give_kv(flag: WorkerFlag) -> bool:
     return PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles
+
+
+def _may_take_kv(flag: WorkerFlag) -> bool:
+    return DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles
 
 
 def _get_bootstrap_address(flag: WorkerFlag) -> str:

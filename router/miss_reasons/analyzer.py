@@ -39,7 +39,7 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
     """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
     reported_tokens: int | None = None
     """Number of cached tokens as the worker reports it; None if it does not."""
-    stored_prompt: ref[AnalyzedPrompt] | None = None
+    prompt_reference: ref[AnalyzedPrompt] | None = None
     """Weak reference to the prompt in the history, for the conversation's next one; None without a comparison."""
     is_final: bool = False
     """Whether this is the last request of its session."""
@@ -48,17 +48,20 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
 
     @property
     def explanation(self) -> MissExplanation:
-        """Reasons why tokens of the prompt were not cached, made anew at each call, as few are asked for.
+        """Explanation of why tokens of the prompt were not cached: each uncached range of the prompt with its reason.
 
-        Once the worker has reported how many tokens it reused, the reasons are corrected by that number.
+        It is made from the comparison with the conversation's last prompt, or else from the routing decision alone.
+        Once the worker has reported how many tokens it reused, the ranges are corrected by that number. It is not
+        stored, because few explanations are read.
         """
         decision = self.placement.decision
-        ranges = self.compared_ranges
-        if ranges is None:
-            ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
+        uncached_ranges = self.compared_ranges
+        if uncached_ranges is None:
+            uncached_ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
         if self.reported_tokens is not None:
-            ranges = correct_ranges(ranges, self.prompt_tokens, decision, self.reported_tokens)
-        best = decision.most_cached or decision.terms  # None: no other worker had more than the chosen one
+            uncached_ranges = correct_ranges(uncached_ranges, self.prompt_tokens, decision, self.reported_tokens)
+        # `most_cached` is None if no other worker had more cached tokens than the chosen one.
+        best = decision.most_cached or decision.terms
         return MissExplanation(
             id=self.id,
             timestamp=self.placement.timestamp,
@@ -71,8 +74,15 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
             reported_cached_tokens=self.reported_tokens,
             attempt=decision.attempt,
             is_compared=self.compared_ranges is not None,
-            uncached_ranges=ranges,
+            uncached_ranges=uncached_ranges,
         )
+
+    def update_stored_prompt(self, answer_tokens: int, computed_s: float) -> None:
+        """Add the answer's length and its end to the prompt in the history, unless that has left the history."""
+        stored_prompt = None if self.prompt_reference is None else self.prompt_reference()
+        if stored_prompt is not None:
+            stored_prompt.answer_tokens = answer_tokens
+            stored_prompt.computed_s = computed_s
 
 
 class MissAnalyzer:
@@ -122,7 +132,7 @@ class MissAnalyzer:
         self.history.expire(placement.at_s)
         match = self.history.find_match(prompt)
         request = _compare_with_last_prompt(prompt, match, placement, facts)
-        request.stored_prompt = ref(prompt)
+        request.prompt_reference = ref(prompt)
         prompt.worker = placement.decision.worker
         prompt.computed_s = placement.at_s
         can_be_cached = len(prompt.token_ids) >= placement.block_tokens
@@ -134,19 +144,18 @@ class MissAnalyzer:
     def record_end(
         self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float
     ) -> MissExplanation | None:
-        """Record the end of a request; return the explanation of its cache misses if it is counted by reason.
+        """Record that a request's answer has ended: count the tokens that the worker reused, and why it missed others.
 
-        `usage`: token counts that the worker reported, if it did. `answer_tokens`: tokens of the answer, which the
-        conversation's next prompt is expected to repeat.
+        Returns the explanation of the cache misses if the request is of the sampled share that is counted by reason,
+        else None. `usage`: token counts that the worker reported, if it did. `answer_tokens`: tokens of the answer,
+        which the conversation's next prompt is expected to repeat.
         """
         if usage is not None and usage.cached_tokens is not None:
             self._count_reuse(request, reported_tokens=max(usage.cached_tokens, 0))
-        if request.stored_prompt is None:
+        was_compared_with_history = request.prompt_reference is not None
+        if not was_compared_with_history:
             return None
-        stored_prompt = request.stored_prompt()
-        if stored_prompt is not None:
-            stored_prompt.answer_tokens = answer_tokens
-            stored_prompt.computed_s = now
+        request.update_stored_prompt(answer_tokens, computed_s=now)
         explanation = None
         if request.is_sampled:
             explanation = request.explanation
