@@ -219,7 +219,8 @@ class FixedPlanKernels(Protocol):
     """Operations that a backend needs for decode steps to be recorded as CUDA graphs.
 
     A recorded step always reads the same memory. So a plan, which describes the batch to the kernels, is made once for
-    the largest batch, and each batch is written into it. Sequences that are missing are padding, without any effect.
+    each recorded number of sequences, and each batch is written into one. Missing sequences are padding, which has no
+    effect.
     """
 
     def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:

@@ -140,7 +140,8 @@ def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rat
     """Apply the gated delta rule to one token of each of n sequences. Return the outputs; `state` changes in place.
 
     For each head: the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
-    output is what it holds for the query q. Shapes are those of `gated_delta`, with n instead of tokens and units.
+    output is what it holds for the query q. q, k: [n, value_heads, key_dim], repeated for the value heads that share a
+    key head. The other shapes are those of `gated_delta`, with n instead of tokens and units.
     """
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
@@ -153,7 +154,7 @@ def _scan_delta_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to one sequence in chunks. Return (output, final state).
 
-    Shapes are those of `gated_delta`, without an axis of units.
+    q, k: [tokens, value_heads, key_dim]. The other shapes are those of `gated_delta`, without an axis of units.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
     output, state = _scan_chunks(_advance_delta_chunk, (q, k, v, log_decay.t(), rate.t()), state, token_axis=1)

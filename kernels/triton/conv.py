@@ -69,8 +69,9 @@ def convolve_tile(
 
     A channel's output is the weighted sum of its last WIDTH inputs. Inputs before this step's tokens are in the
     sequence's tail. x, out: [tokens, channels]. weight: [channels, WIDTH], oldest input first. tails: [units,
-    WIDTH - 1, channels]. starts: first token of each sequence. units: each sequence's index into tails. tile_seq,
-    tile_token: sequence and first token of each tile. The grid is (tiles, blocks of BLOCK channels).
+    WIDTH - 1, channels]. starts: first token of each sequence, then the end of the last. units: each sequence's index
+    into tails. tile_seq, tile_token: sequence and first token of each tile. The grid is (tiles, blocks of BLOCK
+    channels).
     """
     tile = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
