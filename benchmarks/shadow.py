@@ -164,8 +164,8 @@ def compare_run(
             before, after_switch = (sum(getattr(r, figure)[i] for i in scored_requests) for r in (today, after))
         return before - after_switch, before
 
-    measured = comparison.measured
-    model_error = 0.0 if measured is None else comparison.today.ttft_s / measured.ttft_s - 1.0
+    measured = comparison.measured_totals
+    model_error = 0.0 if measured is None else comparison.simulated_present.ttft_s / measured.ttft_s - 1.0
     rows = {}
     for title, predicted_saving, figure in (
         ("tokens computed", comparison.saved.computed_tokens, "tokens"),

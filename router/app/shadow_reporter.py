@@ -107,7 +107,7 @@ class ShadowReporter:
     def _adopt_speeds(self, comparison: Comparison) -> None:
         """Give the core the workers' speeds that the comparison found, because no answer passes to learn them from."""
         for target in self._proxy.core.tracker.targets.values():
-            steps = comparison.steps.get(target.worker_id)
+            steps = comparison.step_times_by_worker.get(target.worker_id)
             if steps is not None:
                 target.set_step_times(steps)
 

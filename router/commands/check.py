@@ -155,7 +155,7 @@ class WorkerCheck:
             if self._facts.sources:
                 for finding in self._check_events(prompt_ids, silent_sources):
                     yield finding
-            yield await self._check_cached(prompt_ids)
+            yield await self._check_cached_tokens(prompt_ids)
             yield await self._check_salt(prompt_ids)
             adapter = next((model for model in self._facts.spec.models if model.lora is not None), None)
             if adapter is not None:
@@ -275,7 +275,7 @@ class WorkerCheck:
         for source in self._facts.sources:
             if str(source.data_parallel_rank) == first_message.stream_id:
                 block_size = source.block_size or self._facts.spec.block_size
-                findings += _find_differences(source, block_size, first_message, events)
+                findings += _find_contradictions(source, block_size, first_message, events)
         return findings
 
     def _report_silence(self, silent_sources: Sequence[EventSource]) -> Finding:
@@ -305,31 +305,41 @@ class WorkerCheck:
         text = f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
         return Finding("replay", False, text)
 
-    async def _check_cached(self, prompt_ids: Sequence[int]) -> Finding:
-        """Repeat the prompt, and compare the cached tokens that the worker reports with those that a router predicts.
+    async def _check_cached_tokens(self, prompt_ids: Sequence[int]) -> Finding:
+        """Send the prompt again, and compare the cached tokens that the worker reports with a router's prediction.
 
-        A router predicts that all full blocks are cached. Without announced blocks, or with several groups of blocks
-        (hybrid models), there is no simple prediction, and only the reported tokens are shown.
+        The finding fails if the numbers differ, or if the worker reports none. Where a router makes no prediction, the
+        finding shows the reported number.
         """
-        finding, cached_tokens = await self._request_completion("again", {"prompt": prompt_ids})
-        if finding.is_ok is not True:
-            return finding
-        if cached_tokens is None:
+        answer, reported_tokens = await self._request_completion("again", {"prompt": prompt_ids})
+        if not answer.is_ok:
+            return answer
+        if reported_tokens is None:
             text = "the worker does not say how much was cached, so predictions cannot be checked"
-            return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
-        if cached_tokens == 0:
+            return Finding("reports", is_ok=False, text=f"{text}; vLLM: --enable-prompt-tokens-details")
+        if reported_tokens == 0:
             text = "a repeated prompt was computed again: prefix caching is off, or the cache too small"
-            return Finding("cached", False, text)
+            return Finding("cached", is_ok=False, text=text)
+        predicted_tokens = self._predict_cached_tokens(prompt_ids)
+        if predicted_tokens is None:
+            text = f"{reported_tokens} of {len(prompt_ids)} tokens of a repeated prompt"
+            return Finding("cached", is_ok=True, text=text)
+        text = f"{predicted_tokens} tokens predicted for a repeated prompt, {reported_tokens} reported"
+        return Finding("cached", is_ok=reported_tokens == predicted_tokens, text=text)
+
+    def _predict_cached_tokens(self, prompt_ids: Sequence[int]) -> int | None:
+        """Return the tokens in the prompt's full blocks: the worker should have these cached after the first request.
+
+        Return None if no event announced the blocks, or for a hybrid model, which has several groups of blocks.
+        """
         stores = self._find_stores(prompt_ids)
         events = [event for message in self._messages for event in message.decoded_batch.batch.events]
         has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
         if not stores or has_several_groups:
-            return Finding("cached", True, f"{cached_tokens} of {len(prompt_ids)} tokens of a repeated prompt")
+            return None
         _, first_event = stores[0]
-        block_size = first_event.block_size
-        expected_tokens = (len(prompt_ids) - 1) // block_size * block_size  # the last token is always computed
-        text = f"{expected_tokens} tokens predicted for a repeated prompt, {cached_tokens} reported"
-        return Finding("cached", cached_tokens == expected_tokens, text)
+        reusable_tokens = len(prompt_ids) - 1  # the last token is always computed
+        return reusable_tokens // first_event.block_size * first_event.block_size
 
     async def _check_salt(self, prompt_ids: Sequence[int]) -> Finding:
         """Report whether prompts with another `cache_salt` share no blocks, so that tenants can be kept apart."""
@@ -390,26 +400,29 @@ class WorkerCheck:
         return {"error": f"{status}: {_format_error(content)}"}
 
 
-def _find_differences(
-    source: EventSource, block_size: int | None, message: Message, events: Sequence[BlockStored]
+def _find_contradictions(
+    source: EventSource, described_block_size: int | None, message: Message, events: Sequence[BlockStored]
 ) -> Iterator[Finding]:
-    """Yield where the events of one prompt differ from how the worker describes its event stream: topic, size, rank.
+    """Compare the cache events of one prompt with the worker's description of its event stream.
 
-    `source`: the description. `block_size`: tokens of a block by the description, if known. `events`: the events that
-    announced the prompt's blocks. `message`: the message that brought the first of them.
+    Yield a failed finding for each of these that differs: the topic of the messages, the tokens a block, and the
+    data-parallel rank. `source`: the description; it may leave the topic out. `events`: the events that announced the
+    prompt's blocks. `message`: the message that brought the first of them.
     """
     topic = message.topic.decode("utf-8", "replace")
     if source.topic and topic != source.topic:
-        text = f"events come under {topic!r}, the worker is said to publish under {source.topic!r}: correct topic="
-        yield Finding("topic", False, text)
+        text = f"events have topic {topic!r}, not {source.topic!r} as described: correct topic= of the worker"
+        yield Finding("topic", is_ok=False, text=text)
+    # A hybrid model has a block size for each group of layers (`group_idx`), but its worker describes only one size.
+    has_one_size = events[0].group_idx is None
     announced_sizes = {event.block_size for event in events}
-    if block_size is not None and block_size not in announced_sizes and events[0].group_idx is None:
-        text = f"the worker says {block_size} tokens a block, its events {events[0].block_size}"
-        yield Finding("block size", False, text)
+    if has_one_size and described_block_size is not None and described_block_size not in announced_sizes:
+        text = f"the worker says {described_block_size} tokens a block, its events {events[0].block_size}"
+        yield Finding("block size", is_ok=False, text=text)
     rank = message.decoded_batch.batch.data_parallel_rank
     if rank is not None and rank != source.data_parallel_rank:
         text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
-        yield Finding("rank", False, f"{text}: the addresses are in the wrong order")
+        yield Finding("rank", is_ok=False, text=f"{text}: the addresses are in the wrong order")
 
 
 def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> None:

@@ -279,11 +279,11 @@ class Chooser:
     def add_missing_source(
         self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
     ) -> bool:
-        """Choose the worker that computes the prompt (the source) for a winner that only decodes.
+        """Complete a choice whose winner cannot compute the prompt: add the source, a worker that sends it the KV.
 
-        Most choices have a source already. There is none if the prompt was not tokenised, if the policy does not
-        compare prices, or after a failure. Return False if no worker can be the source. Workers in `excluded_sources`
-        failed before, and are used only if there is no other one.
+        Changes `choice.winner` to the same worker with the source, and returns True. Returns False if no worker can be
+        the source. The source is the cheapest of the least busy workers. Those that failed this request before
+        (`excluded_sources`), or whose transfers to the winner failed lately, are used only if there are no others.
         """
         decoder, now = choice.winner.target, choice.request_facts.now
         sources = self._find_partners(request, decoder, excluded_sources)
@@ -291,12 +291,13 @@ class Chooser:
             sources = self._find_partners(request, decoder, excluded_sources=frozenset())
         working_sources = [source for source in sources if not self._links.is_paused(source.name, decoder.name, now)]
         least_busy_sources = find_least_busy(working_sources or sources, now)
-        priced_sources = self._price_prefills(choice, least_busy_sources, matches={})
+        priced_sources = self._price_prefills(choice, least_busy_sources, matches={})  # cached prefixes do not count
         plans = self._make_planner(choice).plan_prefills([choice.winner], priced_sources, uses_paused_pairs=True)
         if not plans:
             return False
-        self._add_plans(choice, plans[:1])
-        choice.winner = plans[0]
+        cheapest_plan = plans[0]
+        self._add_plans(choice, [cheapest_plan])
+        choice.winner = cheapest_plan
         return True
 
     def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:

@@ -36,7 +36,8 @@ _KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
 _TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 """Pattern of a field with token ids, with the comma before it, or behind it where the field is the first one."""
 _NO_IDS = (b"", b"null", b"[]")
-_BEFORE_KEY: Final = len(',,"prompt_')
+_KEY_PREFIX_BYTES: Final = len(',,"prompt_')
+"""Most bytes of such a field before `token_ids`."""
 _FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
 _FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
 _DONE_PREFIXES = (b"data: [DONE]", b"data:[DONE]")
@@ -188,13 +189,14 @@ class TokenRecorder:
         self.has_worker_failed = False
 
     def _record_event(self, event: bytes) -> bytes:
-        """Record the token ids of one event of a streamed answer, and return the event as the client gets it.
+        """Record what one event adds to a streamed answer, and return the event as it is forwarded to the client.
 
-        For example, `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5, and is forwarded
-        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed. For
-        bytes, `find` is faster than `in`.
+        This is the event's token ids, text and finish reason, or the end of the stream. For example,
+        `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5 and text. It is forwarded without
+        `"token_ids":[5]`, unless the client asked for the ids. To save time, an event is searched for the keys of these
+        fields and not parsed. For bytes, `find` is faster than `in`.
         """
-        plain_event = _match_plain_event(event)
+        plain_event = _match_plain_event(event)  # plain: one token and its text, as workers send most events
         if plain_event is not None:
             return self._record_plain_event(plain_event)
         self.event_count += 1
@@ -202,17 +204,23 @@ class TokenRecorder:
         if not has_json:  # a comment, or [DONE]
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
             return event
-        id_digits_before = len(self._output_digits)
-        key_position = event.find(b'token_ids"')
-        if key_position >= 0:
-            fields_start = max(key_position - _BEFORE_KEY, 0)
-            event = event[:fields_start] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[fields_start:])
-        if _FINISH_REASON_PATTERN.search(event) is not None:
+        old_digit_count = len(self._output_digits)
+        forwarded_event = self._record_ids(event)
+        has_ids = len(self._output_digits) > old_digit_count
+        if _FINISH_REASON_PATTERN.search(forwarded_event) is not None:
             self.has_finish_reason = True
-        self._record_text(event, has_ids=len(self._output_digits) > id_digits_before)
-        if event.find(b'"choices":[{') >= 0:
-            self.last_event = event
-        return event
+        self._record_text(forwarded_event, has_ids=has_ids)
+        if forwarded_event.find(b'"choices":[{') >= 0:
+            self.last_event = forwarded_event
+        return forwarded_event
+
+    def _record_ids(self, event: bytes) -> bytes:
+        """Record the token ids in an event; return the event, without the ids if the client did not ask for them."""
+        key_position = event.find(b'token_ids"')
+        if key_position < 0:
+            return event
+        fields_start = max(key_position - _KEY_PREFIX_BYTES, 0)
+        return event[:fields_start] + _TOKEN_IDS_PATTERN.sub(self._record_id_field, event[fields_start:])
 
     def _record_text(self, event: bytes, *, has_ids: bool) -> None:
         """Record whether an event of a streamed answer has text, and whether the answer can still be continued.
@@ -249,7 +257,7 @@ class TokenRecorder:
         self.last_event = start + end if self._removes_ids else plain_event.string
         return self.last_event
 
-    def _record_ids(self, match: re.Match[bytes]) -> bytes:
+    def _record_id_field(self, match: re.Match[bytes]) -> bytes:
         """Record the token ids of a field, of the prompt or of the answer; return the bytes that replace the field."""
         is_prompt, ids = match[1] or match[3], match[2] or match[4] or b""
         try:

@@ -340,24 +340,28 @@ class Fleet:
             if worker_id in workers and not is_leaving:
                 self._record_readiness(member, origin, is_ready=worker_id not in unready_ids)
 
-    def _record_readiness(self, member: _Member, list_name: str, *, is_ready: bool) -> None:
-        """Record whether one list of Kubernetes says that a worker is ready, and drain or resume the worker.
+    def _record_readiness(self, member: _Member, origin: str, *, is_ready: bool) -> None:
+        """Record whether a Kubernetes Service or pool (`origin`) reports a worker as ready, and drain or resume it.
 
-        A worker is drained when the first list says "not ready", and resumed when the last such list changes. What an
-        operator drained or resumed in between stays so.
+        A worker that is drained gets no new requests. It is drained when the first of its Services or pools reports it
+        as not ready, and resumed when all report it as ready again. If an operator drains or resumes the worker
+        meanwhile, it stays so.
         """
         worker_id = member.flag.worker_id
-        was_ready = not member.readiness.unready_lists
+        readiness = member.readiness
+        was_ready = not readiness.unready_lists
         if is_ready:
-            member.readiness.unready_lists.discard(list_name)
+            readiness.unready_lists.discard(origin)
         else:
-            member.readiness.unready_lists.add(list_name)
-        is_unready = bool(member.readiness.unready_lists)
-        begins_drain = is_unready and was_ready and not self._core.workers[worker_id].is_drained
-        ends_drain = member.readiness.is_drain_cause and not is_unready
-        if begins_drain or ends_drain:
-            member.readiness.is_drain_cause = is_unready
-            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_unready))
+            readiness.unready_lists.add(origin)
+        is_ready_everywhere = not readiness.unready_lists
+        is_drained = self._core.workers[worker_id].is_drained
+        must_drain = was_ready and not is_ready_everywhere and not is_drained
+        must_resume = is_ready_everywhere and readiness.is_drain_cause
+        if must_drain or must_resume:
+            readiness.is_drain_cause = must_drain
+            instructions = self._core.set_draining(worker_id, self._now(), is_draining=must_drain)
+            self._perform(instructions)
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call `watch` again and again, with a pause after each time it ends or fails."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -86,36 +86,46 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
     return messages
 
 
-def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
-    """Try by test conversations whether a chat template's token ids can be cached and continued turn by turn.
+class _TrialResult(NamedTuple):
+    """Result of tokenising the turns of one test conversation."""
 
-    Return the reason if not: conversations must then be rendered whole for each turn. Return None if they can.
+    cached_turn_count: int
+    """Number of turns with token ids that begin with the cached ids of an earlier turn."""
+    problem: str | None = None
+    """How the ids of a turn differ from those of the whole prompt; None if they do not."""
+
+
+def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
+    """Test whether the token ids of a chat's last prompt can be reused for its next prompt, with one chat template.
+
+    Test conversations are tokenised turn by turn, with and without reuse, and the ids compared. Return why reuse is not
+    possible, as a text; the router then renders and tokenises each prompt as a whole. Return None if it is possible.
     """
-    total_hits = 0
+    cached_turn_count = 0
     for filler in _FILLERS:
         variants: list[dict[str, Any]] = [{}]
         if filler is _FILLERS[0]:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
         for (name, shape), fields in product(_SHAPES.items(), variants):
-            if not renderer.template.is_bounded:
+            if not renderer.template.is_bounded:  # the last rendering took too much CPU time
                 return "its chat template may take too long"
             conversation = _make_conversation(shape, filler)
-            hit_count, problem = _compare_cached_and_full_reads(renderer, conversation, fields)
-            if problem is not None:
-                return f"{name}: {problem}"
-            total_hits += hit_count
-    return None if total_hits else "no prompt of a conversation begins with an earlier one"
+            result = _compare_cached_and_full_tokens(renderer, conversation, fields)
+            if result.problem is not None:
+                return f"{name}: {result.problem}"
+            cached_turn_count += result.cached_turn_count
+    return None if cached_turn_count else "no prompt of a conversation begins with an earlier one"
 
 
-def _compare_cached_and_full_reads(
+def _compare_cached_and_full_tokens(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
-) -> tuple[int, str | None]:
+) -> _TrialResult:
     """Tokenise each turn of a conversation twice, whole and with the cache of earlier turns, and compare the token ids.
 
-    Return the number of turns that were continued from a cached turn, and how the ids of a turn differed, if they did.
-    Stop there, or when the template refuses the conversation. `fields`: further fields of the request bodies.
+    Stop at the first turn with different ids, or when the template refuses the conversation. `fields`: further fields
+    of the request bodies.
     """
-    hit_count = 0
+    cached_turn_count = 0
     reader = ConversationReader(CACHE_BYTES)
     reader.allow("", renderer)  # the model of cached conversations that name none
     for body in _make_bodies(conversation, fields):
@@ -131,12 +141,13 @@ def _compare_cached_and_full_reads(
             if cached is not None:
                 reader.cache.store(cached, body)
             continue
-        hit_count += 1
+        cached_turn_count += 1
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
-            return hit_count, f"what is rendered behind message {continuation.boundary.message_count} differs"
+            problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
+            return _TrialResult(cached_turn_count, problem)
         if continuation.successor is not None:
             reader.cache.store(continuation.successor, body, continuation.predecessor)
-    return hit_count, None
+    return _TrialResult(cached_turn_count)
 
 
 def _make_bodies(conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[bytes]:

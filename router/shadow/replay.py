@@ -53,28 +53,45 @@ class ReplayTotals(msgspec.Struct):
     """Sum of times to the end of the answer; None if no end was seen."""
 
 
-class Comparison(msgspec.Struct):
-    """Time and tokens that `router run` would have saved, compared with the present load balancer."""
+JSON_NAMES = {
+    "request_count": "requests",
+    "warm_up_request_count": "warming",
+    "waiting_request_count": "waited",
+    "measured_totals": "measured",
+    "simulated_present": "today",
+    "simulated_router": "ours",
+    "step_times_by_worker": "steps",
+    "ttft_percentiles_by_curve": "quantiles",
+}
+"""Field of a `Comparison` -> its name in the report, where that is another one."""
 
-    requests: int
+
+class Comparison(msgspec.Struct, rename=JSON_NAMES):
+    """Time and tokens that `router run` would have saved, compared with the present load balancer.
+
+    The recorded requests are simulated twice, as they were placed and as `router run` would place them.
+    """
+
+    request_count: int
     """Number of compared requests."""
-    warming: int
-    """Number of earlier requests, which only filled the caches of both simulations."""
-    waited: int
-    """Number of requests that waited for the end of another one, and do so with `router run` too."""
+    warm_up_request_count: int
+    """Number of earlier requests, which only fill the caches of both simulations."""
+    waiting_request_count: int
+    """Number of requests that were sent after another one had ended. They wait for its end in the simulation too."""
     prompt_tokens: int
-    measured: ReplayTotals | None
-    """Recorded times; None if no first token was seen."""
-    today: ReplayTotals
-    """Simulation in which each request goes to its recorded worker."""
-    ours: ReplayTotals
-    """Simulation in which `router run` chooses the workers."""
+    """Sum over the compared requests."""
+    measured_totals: ReplayTotals | None
+    """Recorded times; None if no first token was recorded."""
+    simulated_present: ReplayTotals
+    """Totals of the simulation in which each request goes to its recorded worker."""
+    simulated_router: ReplayTotals
+    """Totals of the simulation in which `router run` chooses the workers."""
     saved: ReplayTotals
-    """Part of `measured`, or of `today` without that, which `router run` would save."""
-    steps: dict[str, StepTimes]
-    """Learned step times of each worker."""
-    quantiles: dict[str, list[float]] = {}
-    """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
+    """Saving of `router run`: the share by which the two simulations differ, applied to `measured_totals` if known."""
+    step_times_by_worker: dict[str, StepTimes]
+    """Learned time of a forward step on each worker."""
+    ttft_percentiles_by_curve: dict[str, list[float]] = {}
+    """Percentiles 0 to 100 of the times to first token, in seconds: as recorded, and of both simulations."""
 
 
 class RecordedPlacement(Router):
@@ -125,16 +142,18 @@ def compare_placements(
         "router run": [router_result.ttft_s_by_request[i] for i in compared_indices],
     }
     return Comparison(
-        requests=len(compared_requests),
-        warming=warming,
-        waited=sum(request.previous_index is not None for request in waiting_workload.requests),
+        request_count=len(compared_requests),
+        warm_up_request_count=warming,
+        waiting_request_count=sum(request.previous_index is not None for request in waiting_workload.requests),
         prompt_tokens=sum(request.prompt_tokens for request in compared_requests),
-        measured=measured_totals,
-        today=today_totals,
-        ours=router_totals,
+        measured_totals=measured_totals,
+        simulated_present=today_totals,
+        simulated_router=router_totals,
         saved=_compute_savings(measured_totals or today_totals, today_totals, router_totals),
-        steps={engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)},
-        quantiles={curve: _compute_percentiles(ttfts) for curve, ttfts in ttfts_by_curve.items() if ttfts},
+        step_times_by_worker={engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)},
+        ttft_percentiles_by_curve={
+            curve: _compute_percentiles(ttfts) for curve, ttfts in ttfts_by_curve.items() if ttfts
+        },
     )
 
 
@@ -286,10 +305,8 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
     """Convert recorded requests to a workload of the simulation.
 
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
-    all requests arrive at their recorded times. An answer of unknown length gets the mean length. The blocks of each
-    answer are read off the next prompt of the conversation, which repeats it.
+    all requests arrive at their recorded times. An answer of unknown length gets the mean length.
     """
-    index_by_serial: dict[int | None, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     mean_output_tokens = _find_mean_output_tokens(observed_requests)
     # The simulation numbers blocks from 1 on. Blocks with equal digests have one number.
     unused_numbers = count(1)
@@ -310,14 +327,26 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
             block_size=block_tokens,
         )
         requests.append(request)
-        continued_index = index_by_serial.get(observed.continues)
-        if continued_index is not None:
-            request.session = requests[continued_index].session
-            continued_end_s = observed_requests[continued_index].end_s
-            if continued_end_s is None or continued_end_s <= observed.arrival_s:
-                _set_final_blocks(requests[continued_index], request, block_tokens)
+    _join_conversations(observed_requests, requests)
     _add_unseen_final_blocks(requests, unused_numbers)
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+def _join_conversations(observed_requests: Sequence[ObservedRequest], requests: Sequence[SimRequest]) -> None:
+    """Put the turns of a conversation into one session, and set the blocks that each answer leaves in the cache.
+
+    These blocks are taken from the next prompt of the conversation, which repeats the answer. `requests` are those of
+    the simulation, in the order of `observed_requests`.
+    """
+    index_by_serial: dict[int | None, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
+    for observed, request in zip(observed_requests, requests):
+        previous_turn = index_by_serial.get(observed.continues)
+        if previous_turn is None:
+            continue
+        request.session = requests[previous_turn].session
+        previous_end_s = observed_requests[previous_turn].end_s
+        if previous_end_s is None or previous_end_s <= observed.arrival_s:
+            _set_final_blocks(requests[previous_turn], request)
 
 
 def _add_unseen_final_blocks(requests: Iterable[SimRequest], unused_numbers: Iterator[int]) -> None:
@@ -338,10 +367,11 @@ def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
     return max(1, round(fmean(output_lengths))) if output_lengths else 1
 
 
-def _set_final_blocks(earlier: SimRequest, request: SimRequest, block_tokens: int) -> None:
+def _set_final_blocks(earlier: SimRequest, request: SimRequest) -> None:
     """Set the blocks of an earlier request and its answer from the prompt that continues it, unless it differs."""
     full_blocks = earlier.full_block_count
-    known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block_tokens, request.full_block_count)
+    total_blocks = (earlier.prompt_tokens + earlier.output_tokens) // earlier.block_size
+    known_block_count = min(total_blocks, request.full_block_count)
     if earlier.final_block_ids or known_block_count < full_blocks:
         return
     if earlier.block_ids[:full_blocks] == request.block_ids[:full_blocks]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import log
+from statistics import fmean
 from time import gmtime, strftime
 
 import msgspec
@@ -78,9 +79,9 @@ def sum_lost_tokens_by_cause(tokens_by_reason: Mapping[str, int]) -> dict[str, i
 
 def mean_prefill_s_per_token(comparison: Comparison | None) -> float | None:
     """Return the mean prefill time of a token over all workers; None if it was not measured."""
-    if comparison is None or comparison.measured is None or not comparison.steps:
+    if comparison is None or comparison.measured_totals is None or not comparison.step_times_by_worker:
         return None
-    return sum(steps.prefill_s_per_token for steps in comparison.steps.values()) / len(comparison.steps)
+    return fmean(step_times.prefill_s_per_token for step_times in comparison.step_times_by_worker.values())
 
 
 def render_page(report: ShadowReport) -> bytes:
@@ -117,26 +118,27 @@ def _render_savings(report: ShadowReport) -> str:
         _make_savings_row(comparison, "waiting for first tokens", "ttft_s", " s"),
         _make_savings_row(comparison, "requests in flight", "seconds", " s"),
     ]
-    kind = "simulated" if comparison.measured is None else "measured"
+    kind = "simulated" if comparison.measured_totals is None else "measured"
     head = ("", f"today, {kind}", "with router run", "saved", "share of today", "error of the simulation of today")
     return (
-        f"<h2>What switching gives</h2><p>{comparison.requests:,} requests of {comparison.prompt_tokens:,} prompt "
-        f"tokens, after {comparison.warming:,} that only filled the caches. {comparison.waited:,} requests waited for "
-        f"the end of another one, and do so with router run too.</p>{_render_table(head, rows)}"
+        f"<h2>What switching gives</h2><p>{comparison.request_count:,} requests of {comparison.prompt_tokens:,} prompt "
+        f"tokens, after {comparison.warm_up_request_count:,} that only filled the caches. "
+        f"{comparison.waiting_request_count:,} requests waited for the end of another one, and do so with router run "
+        f"too.</p>{_render_table(head, rows)}"
     )
 
 
 def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str) -> tuple[str, ...]:
     """Return the cells of one total, which is `field` of `ReplayTotals`; dashes if it is unknown."""
-    today = getattr(comparison.measured or comparison.today, field)
+    today = getattr(comparison.measured_totals or comparison.simulated_present, field)
     if today is None:
         return (title, "-", "-", "-", "-", "-")
     saved = getattr(comparison.saved, field)
     share = error = "-"
     if today > 0:
         share = f"{saved / today:+.0%}"
-        if comparison.measured is not None:
-            error = f"{getattr(comparison.today, field) / today - 1:+.1%}"
+        if comparison.measured_totals is not None:
+            error = f"{getattr(comparison.simulated_present, field) / today - 1:+.1%}"
     return (title, f"{today:,.0f}{unit}", f"{today - saved:,.0f}{unit}", f"{saved:,.0f}{unit}", share, error)
 
 
@@ -159,16 +161,16 @@ def _render_losses(report: ShadowReport) -> str:
 
 def _render_plots(report: ShadowReport) -> str:
     """Render the curves of times to first token, if there are some."""
-    if report.comparison is None or not report.comparison.quantiles:
+    if report.comparison is None or not report.comparison.ttft_percentiles_by_curve:
         return ""
-    curves = _render_quantile_curves(report.comparison.quantiles)
+    curves = _render_quantile_curves(report.comparison.ttft_percentiles_by_curve)
     head = "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
     return head + curves
 
 
 def _render_workers(report: ShadowReport) -> str:
     """Render the HTML table of the workers, with their measured speeds if a comparison was made."""
-    step_times_by_worker = report.comparison.steps if report.comparison is not None else {}
+    step_times_by_worker = report.comparison.step_times_by_worker if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
         step_times = step_times_by_worker.get(engine.name)
