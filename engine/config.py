@@ -146,8 +146,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of the process that serves HTTP, each with its type, its command line flag and its help text."""
+    """Settings of the process that serves HTTP.
 
+    A field's annotation has its type, the range of its value, its command line flag, its help text, and sometimes
+    another text, which only the manual shows.
+    """
+
+    # Address, access and connections
     host: Annotated[str, Flag(metavar="HOST"), "Address to listen on, for the API and events."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8000
     served_model_names: Annotated[tuple[str, ...], Flag("--served-model-name", metavar="NAME..."),
@@ -165,12 +170,16 @@ class ServerConfig:
     max_connections: Annotated[int | None, Meta(ge=1, le=10**6, title="N"), Flag(),
         "Most connections at once; more are answered 503. [default: 4096]",
         "Fewer where there are fewer file descriptors."] = None
+
+    # HTTPS
     tls_cert: Annotated[str | None, FILE, Flag("--tls-cert", "--ssl-certfile", metavar="FILE"),
         "Certificate (PEM) for HTTPS; with --tls-key."] = None
     tls_key: Annotated[str | None, FILE, Flag("--tls-key", "--ssl-keyfile", metavar="FILE"),
         "Private key (PEM) of --tls-cert."] = None
     tls_client_ca: Annotated[str | None, FILE, Flag("--tls-client-ca", "--ssl-ca-certs", metavar="FILE"),
         "Require client certificates that these authorities (PEM) have signed."] = None
+
+    # Features
     sleep_mode: Annotated[bool, Flag("--enable-sleep-mode/--no-sleep-mode"),
         "Serve /sleep, /wake_up and /collective_rpc, as vLLM does.",
         "Also /is_sleeping; /collective_rpc has reload_weights (docs/how-to/change-weights.md)."] = False
@@ -182,6 +191,8 @@ class ServerConfig:
     reasoning_parser: Annotated[ReasoningParserName, Flag(),
         "Format of reasoning; auto: by the chat template; none: not parsed."
     ] = "auto"
+
+    # Limits
     max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),
         "Most sequences, running and waiting; more get 429. 0: no limit."] = 1024
     max_body_bytes: Annotated[Bytes, "Largest body of a request; larger ones are answered 413."] = 64 << 20

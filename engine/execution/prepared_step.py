@@ -99,24 +99,29 @@ class PreparedStep:
     """Indices of the chunks that need logprobs of prompt tokens."""
 
 
-def select_hidden_rows(
+def select_logit_tokens(
     chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
 ) -> tuple[IntArray | None, IntArray]:
     """Select the tokens of a step for which logits are computed.
 
-    These are the last token of each chunk (one sequence's tokens) that samples, and all tokens of the
-    `prompt_logprob_chunks`. Returns the tokens' indices in the step (None: all tokens), and for each chunk the number
-    of selected tokens before it. With two chunks that sample, of 1 and 3 tokens, returns [0, 3] and [0, 1, 2].
+    A chunk is the tokens of one sequence: chunk i has the tokens `query_starts[i]` to `query_starts[i + 1]` - 1 of the
+    step. Selected are the last token of each chunk that samples a next token, and all tokens of the chunks with an
+    index in `prompt_logprob_chunks`.
+
+    Returns the indices of the selected tokens in the step, [selected] (None: all), and for each chunk the number of
+    tokens selected from chunks before it, then the total, [chunks + 1]. For two chunks of 1 and 3 tokens that sample,
+    these are [0, 3] and [0, 1, 2].
     """
-    ends = query_starts[1:]
-    begins = ends - np.array([chunk.should_sample for chunk in chunks], np.int64)  # one token, or none
-    begins[prompt_logprob_chunks] = query_starts[prompt_logprob_chunks]
-    selects_all = (begins == query_starts[:-1]).all()
+    chunk_starts, chunk_ends = query_starts[:-1], query_starts[1:]
+    sampled_counts = np.array([chunk.should_sample for chunk in chunks], np.int64)  # 1 or 0 tokens of each chunk
+    first_selected = chunk_ends - sampled_counts
+    first_selected[prompt_logprob_chunks] = chunk_starts[prompt_logprob_chunks]
+    selects_all = (first_selected == chunk_starts).all()
     if selects_all:
         return None, query_starts
-    indices = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-    selected_counts = np.cumsum(ends - begins)
-    return indices, np.concatenate([[0], selected_counts])
+    indices = np.concatenate([np.arange(first, end) for first, end in zip(first_selected, chunk_ends, strict=True)])
+    selected_counts = chunk_ends - first_selected
+    return indices, np.concatenate([[0], np.cumsum(selected_counts)])
 
 
 def find_prompt_logprob_chunks(chunks: Items[Chunk]) -> list[int]:

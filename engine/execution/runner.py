@@ -30,7 +30,7 @@ from engine.execution.prepared_step import (
     SelectedTokens,
     find_prompt_logprob_chunks,
     list_state_units,
-    select_hidden_rows,
+    select_logit_tokens,
     sort_for_kernels,
 )
 from engine.execution.sampler import Sampler, SamplingInputs
@@ -226,7 +226,7 @@ class ModelRunner:
         self, chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int], sampled_chunks: Items[int]
     ) -> SelectedTokens:
         """Select the tokens for which logits are computed, and send their indices to the device."""
-        indices, starts = select_hidden_rows(chunks, query_starts, prompt_logprob_chunks)
+        indices, starts = select_logit_tokens(chunks, query_starts, prompt_logprob_chunks)
         last_indices = None
         if len(sampled_chunks) < starts[-1]:  # other tokens are selected, too
             last_indices = copy_to_device(starts[1:][sampled_chunks] - 1, self.device)

@@ -136,22 +136,23 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     return 0
 
 
-def _execute_messages(connection: Connection, follower: Follower, size: int, port: int) -> bool:
-    """Execute the leader's messages, and reply to them, until the socket closes.
+def _execute_messages(connection: Connection, follower: Follower, group_size: int, store_port: int) -> bool:
+    """Execute the messages of the leader, rank 0, and reply to them, until the leader closes the socket.
 
-    Returns whether this rank has joined the process group of all `size` ranks. It joins after its first model is
-    loaded. `port`: port of the leader's TCPStore, by which the ranks find each other.
+    After each load of a model, all `group_size` ranks agree on the size of the cache. For that, this rank joins their
+    process group after the first load, through the leader's TCPStore at `store_port`. Returns whether it has joined.
     """
     has_joined_group = False
     for message in _receive_messages(connection):
         reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
         if reply is not None:
             connection.send_bytes(msgspec.msgpack.encode(reply))
-        if not isinstance(reply, RankLoaded):
+        has_loaded_model = isinstance(reply, RankLoaded)
+        if not has_loaded_model:
             continue
         if not has_joined_group:
-            store = TCPStore(LOOPBACK, port, size, is_master=False)
-            join_process_group(follower.rank, size, store, follower.device)
+            store = TCPStore(LOOPBACK, store_port, group_size, is_master=False)
+            join_process_group(follower.rank, group_size, store, follower.device)
             has_joined_group = True
         follower.agree_on_cache_size()
     return has_joined_group

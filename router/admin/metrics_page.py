@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from options.metrics import TEXT_FORMAT, Family, Row, build_families, make_total, render_metrics
 from router.admin.workers import describe_kv_groups
 from router.decide.registry import CoreSnapshot
-from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, WorkerState
+from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, Worker, WorkerState
 from router.edge.proxy import Proxy
 from router.fleet.feed import IndexFeed
 from router.fleet.members import Fleet
@@ -172,30 +172,38 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 
 def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
-    """Return the gauges of each worker, and of each group of workers that move KV between them."""
-    rows, worker = snapshot.workers, ("worker",)
-    missing_roles: dict[tuple[str, str], float] = {}
-    for group in describe_kv_groups(page.proxy.core.workers.values()):
-        missing_roles[group["group"], PREFILL_ROLE] = float(not group["sources"])
-        missing_roles[group["group"], DECODE_ROLE] = float(not group["destinations"])
+    """Return the rows of the gauges that have one value for each worker, or for each group that moves KV.
+
+    A row has the gauge's name and help text, its values by label value, and the names of its labels.
+    """
+    workers, label_names = snapshot.workers, ("worker",)
     return [
-        Row("kv_role_missing", "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
-            missing_roles, ("group", "role")),
+        _make_missing_roles_gauge(page.proxy.core.workers.values()),
         *_list_state_gauges(page, snapshot),
         Row("worker_prefilling", "Requests at the worker without a first token.",
-            {row.target: row.prefilling for row in rows}, worker),
+            {worker.target: worker.prefilling for worker in workers}, label_names),
         Row("worker_decoding", "Requests at the worker past their first token.",
-            {row.target: row.decoding for row in rows}, worker),
+            {worker.target: worker.decoding for worker in workers}, label_names),
         Row("worker_queue_seconds", "Predicted seconds of prefill that the worker still has to do.",
-            {row.target: row.queue_s for row in rows}, worker),
+            {worker.target: worker.queue_s for worker in workers}, label_names),
         Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
-            {row.target: row.utilisation for row in rows}, worker),
+            {worker.target: worker.utilisation for worker in workers}, label_names),
         Row("worker_event_lag_seconds", "Seconds from the making of a worker's last batch of events until it counted.",
-            page.feed.list_event_lags(), worker),
+            page.feed.list_event_lags(), label_names),
         Row("worker_alarms", "Alarms that are raised for the worker.",
-            {row.target: len(row.alarms) for row in rows}, worker),
+            {worker.target: len(worker.alarms) for worker in workers}, label_names),
     ]
 # fmt: on
+
+
+def _make_missing_roles_gauge(workers: Iterable[Worker]) -> Row:
+    """Return the gauge that shows which groups of workers cannot move KV, as no worker has one of the two roles."""
+    is_missing: dict[tuple[str, str], float] = {}
+    for group in describe_kv_groups(workers):
+        is_missing[group["group"], PREFILL_ROLE] = float(not group["sources"])
+        is_missing[group["group"], DECODE_ROLE] = float(not group["destinations"])
+    help_text = "1 where no worker of a group gives KV (prefill), or none takes it (decode)."
+    return Row("kv_role_missing", help_text, is_missing, ("group", "role"))
 
 
 def _list_state_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:

@@ -16,9 +16,10 @@ MAX_NUM_SEQS_PRIOR: Final = 256
 """Assumed `max_num_seqs` of an engine that does not report it; vLLM's default."""
 REMAINING_TOKENS_PRIOR: Final = 256.0
 """Tokens that a request is expected to generate on a target to which this router sent none yet."""
-SLOT_WAIT_RATIO, SLOT_VOTES = 4.0, 8
-"""A first token later than SLOT_WAIT_RATIO times its prediction suggests that all sequence slots were taken; SLOT_VOTES
-of them in agreement show how many slots there are."""
+SLOT_WAIT_RATIO: Final = 4.0
+"""A first token later than this multiple of its prediction suggests that all sequence slots were taken."""
+SLOT_VOTES: Final = 8
+"""Number of successive guesses at the number of slots that must agree."""
 
 REPORT_VALID_S: Final = 15.0
 """Age after which an engine's report of its load is ignored."""
@@ -28,32 +29,32 @@ USAGE_TOLERANCE: Final = 0.05
 
 @dataclass(slots=True, eq=False)
 class Capacity:
-    """Room of an engine: tokens in its KV cache, and sequences that run at once."""
+    """Capacity of an engine: tokens in its KV cache, and sequences that it runs at once (*slots*)."""
 
     kv_tokens: int | None = None
-    """Capacity of the KV cache: reported by the worker, else observed; None if neither is known."""
+    """Tokens that the KV cache holds: reported by the worker, else observed; None if neither is known."""
     observed_kv_tokens: int | None = None
-    """Capacity of the KV cache as the worker's events show it."""
+    """Tokens that the KV cache holds, as the worker's cache events show; None if they do not."""
     host_tokens: int = 0
-    """Capacity of the KV cache in host memory, beside `kv_tokens`."""
+    """Tokens that the KV cache in host memory holds besides."""
     max_num_seqs: int = MAX_NUM_SEQS_PRIOR
-    """Sequence slots: reported by the worker, else learned, else the prior."""
+    """Number of slots: reported by the worker, else learned, else the prior."""
     has_reported_max_num_seqs: bool = False
     _slot_count_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
-    """Number of decoding requests at each of the last first tokens that seem to have waited for a slot."""
+    """Latest guesses at the number of slots: how many requests decoded when another one had waited for a slot."""
 
     def set_reported_max_num_seqs(self, max_num_seqs: int | None) -> None:
-        """Set the sequence slots that the worker reports; None: it reports none, so that they are learned."""
+        """Set the number of slots that the worker reports; None: it reports none, and the number is learned."""
         if max_num_seqs is not None or self.has_reported_max_num_seqs:
             self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS_PRIOR
         self.has_reported_max_num_seqs = max_num_seqs is not None
 
     def learn_max_num_seqs(self, decode_request_count: int, *, has_waited_for_slot: bool) -> None:
-        """Learn how many sequences the engine runs at once, when a request gets its first token.
+        """Learn the number of slots from a request that gets its first token, unless the worker reports the number.
 
-        `decode_request_count`: requests that the engine then has past their first token. `has_waited_for_slot`: the
-        request waited far longer than predicted, and began just as another one ended, so all slots seem to have been
-        taken. If SLOT_VOTES such requests in a row agree on the count, it is the number of slots.
+        `decode_request_count`: requests past their first token, with this one. `has_waited_for_slot`: all slots seem
+        to have been taken before, as the request waited far longer than predicted and began when another one ended.
+        Then the count is a guess at the number of slots. It is adopted when SLOT_VOTES guesses in a row agree.
         """
         if self.has_reported_max_num_seqs:
             return
@@ -65,7 +66,8 @@ class Capacity:
             return
         votes.append(decode_request_count)
         highest_vote = max(votes)
-        do_votes_agree = highest_vote - min(votes) <= max(1, highest_vote // 32)
+        vote_tolerance = max(1, highest_vote // 32)
+        do_votes_agree = highest_vote - min(votes) <= vote_tolerance
         if len(votes) == SLOT_VOTES and do_votes_agree:
             self.max_num_seqs = highest_vote
 
@@ -152,20 +154,27 @@ def estimate_external_load(
 ) -> ExternalLoad:
     """Return the part of an engine's reported load that comes from clients which use no router.
 
-    It is what exceeds `known_requests` and `known_kv_tokens`, which this router and its peers have sent. An engine that
-    reports more running sequences than it has slots is taken to be full.
+    It is what the report has beyond `known_requests` and `known_kv_tokens`, which this router and its peers have sent.
+    Waiting requests count as external first. Numbers that the engine's slots cannot hold are reduced to those that they
+    can: known and external running requests to all slots, waiting requests to two full batches.
     """
     slot_count = capacity.max_num_seqs
     external_requests = max(report.running + report.waiting - known_requests, 0)
-    waiting = min(report.waiting, external_requests)
-    running = min(external_requests - waiting, max(slot_count - known_requests, 0))
-    kv_tokens = 0
+    external_waiting = min(report.waiting, external_requests)
+    free_slots = max(slot_count - known_requests, 0)
+    external_running = min(external_requests - external_waiting, free_slots)
+    external_kv_tokens = 0
     if capacity.kv_tokens is not None and report.usage is not None:
         # Partial blocks and tokens that are not counted yet also use memory, so a small excess tells nothing.
         used_tokens = int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens)
-        kv_tokens = max(used_tokens - known_kv_tokens, 0)
-    waiting = min(waiting, 2 * slot_count)  # at most two full batches, whatever the report says
-    return ExternalLoad(running, waiting, kv_tokens, report, reported_s=now)
+        external_kv_tokens = max(used_tokens - known_kv_tokens, 0)
+    return ExternalLoad(
+        running=external_running,
+        waiting=min(external_waiting, 2 * slot_count),
+        kv_tokens=external_kv_tokens,
+        report=report,
+        reported_s=now,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,21 +259,23 @@ class WorkerRegistry:
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], utilisation_decay: float, now: float
     ) -> LoadOrder | None:
-        """Return the candidates of a request in the order of their load, if they are many.
+        """Return a request's candidates sorted by their load at `now`, or None if all of them can be compared instead.
 
-        Return None if there are fewer than POOL_SIZE_MIN, or if they are not all targets of the model and role.
-        `utilisation_decay`: factor by which stored utilisations are multiplied for their values now.
+        The sorted order is kept for each pool, which is all targets of a model and role, and updated when a load
+        changes. There is none for fewer than POOL_SIZE_MIN candidates, nor for only a part of a pool.
+        `utilisation_decay`: factor from the stored utilisation of any target to its value at `now`.
         """
         pool_key = (request.model, request.role)
-        if len(candidates) < POOL_SIZE_MIN or self._pools[pool_key].targets is not candidates:
+        is_small = len(candidates) < POOL_SIZE_MIN
+        if is_small or candidates is not self._pools[pool_key].targets:
             return None
-        order = self._load_orders.get(pool_key)
-        if order is None:
-            order = LoadOrder(candidates, self._tracker.cost, now, utilisation_decay)
-            self._load_orders[pool_key] = order
-            self._tracker.load_orders.append(order)  # it is told of every change of a target's load
-        order.update(now, utilisation_decay)
-        return order
+        load_order = self._load_orders.get(pool_key)
+        if load_order is None:
+            load_order = LoadOrder(candidates, self._tracker.cost, now, utilisation_decay)
+            self._load_orders[pool_key] = load_order
+            self._tracker.load_orders.append(load_order)  # the tracker reports changes of loads to it
+        load_order.update(now, utilisation_decay)
+        return load_order
 
     def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
         """Return worker -> reason why it is no candidate, for explanations."""

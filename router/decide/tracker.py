@@ -323,9 +323,10 @@ class LoadTracker:
                 order.mark_changed(target)
 
     def advance(self, now: float) -> None:
-        """Update all loads to `now`: end the KV transfers and prefills of which the estimated end has passed.
+        """Update all loads to `now`. Must be called before any load is read.
 
-        Must be called before any load is read. It also looks for slow workers among those that have not answered yet.
+        The router does not see when KV arrives at a worker, nor the first token of an answer that is not streamed. Both
+        count as having happened once their estimated time has passed.
         """
         for arrived_at_s, request in self._estimated_arrivals.pop_due(now):
             self.end_transfer(request, arrived_at_s)
@@ -333,15 +334,16 @@ class LoadTracker:
             if request.has_no_first_token:
                 self.end_transfer(request, first_token_at_s)
                 self._start_decode(request, first_token_at_s)
-        if now - self._silence_checked_at_s < _SILENCE_CHECK_INTERVAL_S:
-            return
-        self._silence_checked_at_s = now
-        silent_pools = {pool for pool in self._speed_by_pool.values() if pool.is_unmeasured}
-        if silent_pools:
-            self._learn_from_silence(silent_pools, now)
+        is_silence_check_due = now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S
+        if is_silence_check_due:
+            self._silence_checked_at_s = now
+            self._learn_from_silence(now)
 
-    def _learn_from_silence(self, silent_pools: set[PoolSpeed], now: float) -> None:
+    def _learn_from_silence(self, now: float) -> None:
         """Raise the assumed times of pools without any answer yet, if the prefill of the median worker is overdue."""
+        silent_pools = {pool for pool in self._speed_by_pool.values() if pool.is_unmeasured}
+        if not silent_pools:
+            return
         ratios_by_pool: dict[PoolSpeed, list[float]] = {}
         for target in self.targets.values():
             if target.prefill_queue.requests and target.speed.pool in silent_pools:

@@ -268,19 +268,26 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 
 
 def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
-    """Read the fields by which a large body is routed, without decoding its prompt or other long values.
+    """Read the fields by which a large body is routed, such as the model, but neither prompt nor other long values.
 
-    `kind`: API of the body's path; None if the body decides. Raises RequestError if the body is no JSON object.
+    Decoding these would take too long here; they are left out of the result. `kind`: the API that the request's path
+    names; None: a body with a list of `messages` is a chat, and any other one a completion. Raises RequestError if the
+    body is no JSON object.
     """
     check_object(body)
-    raw_fields = decode_json(raw_fields_decoder, body)
-    fields = {name: _decode_small_value(raw_fields.get(name)) for name in _SMALL_FIELDS}
-    if fields["max_tokens"] is None:  # the Responses API has another name for it
-        fields["max_tokens"] = _decode_small_value(raw_fields.get("max_output_tokens"))
+    raw_value_by_field = decode_json(raw_fields_decoder, body)
+
+    def decode_field(name: str) -> Any:
+        return _decode_small_value(raw_value_by_field.get(name))
+
+    fields = {name: decode_field(name) for name in _SMALL_FIELDS}
+    if fields["max_tokens"] is None:
+        fields["max_tokens"] = decode_field("max_output_tokens")  # its name in the Responses API
     if kind is None:
-        messages_start = bytes(memoryview(raw_fields.get("messages", b""))[:1])
-        kind = "chat" if messages_start == b"[" else "completion"
-    stored_response_id = _decode_small_value(raw_fields.get("previous_response_id"))
+        first_character = bytes(memoryview(raw_value_by_field.get("messages", b""))[:1])
+        has_message_list = first_character == b"["
+        kind = "chat" if has_message_list else "completion"
+    stored_response_id = decode_field("previous_response_id")
     if not isinstance(stored_response_id, str):
         stored_response_id = _find_referenced_response(body)
     return make_routing_request(kind, fields).replace(stored_response_id=stored_response_id)

@@ -71,10 +71,17 @@ class Session(NamedTuple):
 
 
 class SessionNames:
-    """Reads the name of a request's session from the headers and body fields in which clients send it."""
+    """Reads the name of a request's session from the headers and body fields in which clients send it.
+
+    A name has a meaning: that of the session, of an agent in the session, or of the session or agent that started it.
+    """
 
     def __init__(self, extra_headers: Sequence[str] = ()) -> None:
-        """`extra_headers` come before those in NAME_SOURCES; each is `NAME` for a session's name, or `MEANING=NAME`."""
+        """Make a reader of the headers in NAME_SOURCES and of `extra_headers`, which take precedence.
+
+        An extra header is given as `NAME` if it has the name of a session, or else as `MEANING=NAME`, for example
+        `agent=X-Agent`.
+        """
         extra_sources = [_parse_extra_header(text) for text in extra_headers]
         header_sources = [source for source in (*extra_sources, *NAME_SOURCES) if source.location == "header"]
         self._header_meanings = [(source.name.lower().encode(), source.meaning) for source in header_sources]
@@ -85,7 +92,9 @@ class SessionNames:
         """Read the names in headers. `get_header` returns the value of a header by its lower-case name."""
         name_by_meaning: NameByMeaning = {}
         for header_name, meaning in self._header_meanings:
-            value = None if meaning in name_by_meaning else get_header(header_name)
+            if meaning in name_by_meaning:  # an earlier header takes precedence
+                continue
+            value = get_header(header_name)
             if value:
                 name_by_meaning[meaning] = value.decode("latin-1")
         return name_by_meaning
@@ -94,8 +103,8 @@ class SessionNames:
     def make_session(name_by_meaning: NameByMeaning, request: RoutingRequest) -> Session:
         """Return the session of a request by the names in its headers, or else in the fields of its body.
 
-        Each agent of a session has a session of its own. For example, agent `a` of session `s` has session `s/a`. Its
-        parent is `s/b` if agent `b` started it, or `s`.
+        Each agent of a session counts as a session of its own. For example, agent `a` of session `s` gets the name
+        `s/a`. Its parent is `s/b` if agent `b` started it, or else `s`.
         """
         body_name = request.prompt_cache_key or request.metadata_user_id or request.user
         name = name_by_meaning.get("session") or body_name
