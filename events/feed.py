@@ -472,17 +472,18 @@ class EventFeed:
     def _get_topic_stream(
         self, subscription: BoundSubscription, topic: bytes, descriptor: int
     ) -> FollowedStream | None:
-        """Return the stream of a message that came on a bound socket; None if its topic belongs to no stream.
+        """Return the stream to which a message on a bound socket belongs by its topic; None if there is none.
 
-        Many publishers connect to a bound socket, each with a topic of its own. `descriptor`: file descriptor of the
-        message's connection. If it has changed, the publisher has connected again, which is reported to the stream.
+        A bound socket receives the messages of many publishers, which connect to it, each with a topic of its own. The
+        first message of a topic connects the topic to its stream. `descriptor`: file descriptor of the connection on
+        which this message came. If it is another one than before, the publisher has connected again.
         """
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
             self._match_topic(subscription, topic, descriptor)
             return subscription.stream_by_topic.get(topic)
         has_reconnected = subscription.descriptor_by_topic.get(topic) != descriptor
-        if has_reconnected:
+        if has_reconnected:  # messages may have been lost, so the stream begins a repair
             self._run_guarded(stream, self._on_disconnected, stream)
             subscription.descriptor_by_topic[topic] = descriptor
             self._run_guarded(stream, self._on_connected, stream)

@@ -148,23 +148,23 @@ class Masks:
     ) -> TokenMasks:
         """Make the masks of the tokens that may be drawn next, one for each answer that may not draw every token now.
 
-        First, grammar matchers read the new tokens of their answers. If the previous step has yet to draw one of these,
-        `read_last_tokens` waits for that step.
+        Before that, each answer's grammar matcher reads the tokens that the answer got since its last mask. The newest
+        one may still be on the device: `read_last_tokens` waits for it, and returns the last tokens by `state_row`.
         """
         last_tokens: Mapping[int, int] = {}
         if any(request.has_token_on_device for request in requests):
             last_tokens = read_last_tokens()
         masked_requests = [request for request in requests if self._read_new_tokens(request, last_tokens)]
-        word_count = ceil_div(self._grammars.vocabulary.token_count, 32)
-        bits = np.full((len(masked_requests), word_count), ALL_ALLOWED, np.uint32)
-        self._fill_bits([request.state for request in masked_requests], bits)
-        failures: dict[int, str] = {}
-        for request, row_bits in zip(masked_requests, bits):
-            failure = _finish_mask(request, row_bits)
+        words_per_mask = ceil_div(self._grammars.vocabulary.token_count, 32)  # a bit for each token
+        masks = np.full((len(masked_requests), words_per_mask), ALL_ALLOWED, np.uint32)
+        self._fill_bits([request.state for request in masked_requests], masks)
+        failure_by_logits_row: dict[int, str] = {}
+        for request, mask in zip(masked_requests, masks):
+            failure = _finish_mask(request, mask)
             if failure is not None:
-                failures[request.logits_row] = failure
+                failure_by_logits_row[request.logits_row] = failure
         logits_rows = [request.logits_row for request in masked_requests]
-        return TokenMasks(logits_rows, bits, failures)
+        return TokenMasks(logits_rows, masks, failure_by_logits_row)
 
     def _read_new_tokens(self, request: MaskRequest, last_tokens: Mapping[int, int]) -> bool:
         """Let a row's grammar matcher read the new tokens. Returns whether the row needs a mask.

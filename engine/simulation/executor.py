@@ -91,14 +91,15 @@ class SimulatedModel:
         """None before `make_runner` and after `close`."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        """Make the object that runs steps: it makes up the tokens of answers, and sleeps as long as a step takes.
+        """Make the runner of a simulated model: it draws made-up tokens, and sleeps as long as a real step would take.
 
-        `grammars`: compiles the grammars that some answers must match. Raises ConfigError if answers have an end, and
-        the tokenizer has no token for it.
+        `eos_token_ids`: the tokenizer's end-of-sequence tokens. `grammars`: compiler of the grammars that requests
+        give for their answers; None if requests may give none. Raises ConfigError if the simulation says where answers
+        end, and the tokenizer has no token for an end.
         """
         spec = self._spec
-        must_end_answers = bool(self._script or spec.answer_tokens)
-        if must_end_answers and not eos_token_ids:
+        has_answer_ends = bool(self._script or spec.answer_tokens)
+        if has_answer_ends and not eos_token_ids:
             raise ConfigError("--simulate: the tokenizer names no token that ends an answer")
         eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         constrained_answers = None

@@ -265,22 +265,25 @@ class RouterCore:
     def fail_transfer(
         self, request_id: str, now: float, *, is_pair_fault: bool = True, may_be_crash: bool = False
     ) -> list[Instruction]:
-        """Record that KV from another worker, the source, will not come: the request's own worker computes the prompt.
+        """Record that a request's worker gets no KV from the other worker that was to send it, the source.
 
-        The request gets no KV from that source again. `is_pair_fault`: the transfer failed, so the router avoids this
-        pair of workers for a while; False if the source refused this request alone. `may_be_crash`: the source broke
-        down on the request. A request that may have crashed too many workers fails.
+        The attempt goes on: the request's worker computes the prompt itself. The request uses that source no more.
+        `is_pair_fault`: the fault is in the transfer, so the router avoids transfers between the two workers for a
+        while; False if the source refused this request alone. `may_be_crash`: the source broke down while it served the
+        request. If the request may have crashed CRASH_SUSPICIONS_MAX workers, it fails instead.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        active_request, transfer = self._active_requests[request_id], attempt.decision.transfer
-        if transfer is not None and not attempt.has_transfer_failed:
+        active_request = self._active_requests[request_id]
+        transfer = attempt.decision.transfer
+        is_first_report = not attempt.has_transfer_failed
+        if transfer is not None and is_first_report:
             active_request.tried_sources |= {transfer.source}
-            if may_be_crash:
-                active_request.crash_suspicions += 1
-        self._placer.fail_transfer(attempt, now, is_pair_fault=is_pair_fault)
-        if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
+            active_request.crash_suspicions += may_be_crash
+        self._placer.compute_without_transfer(attempt, now, is_pair_fault=is_pair_fault)
+        may_crash_more_workers = may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX
+        if may_crash_more_workers:
             return self.fail_attempt(request_id, FailureKind.SOURCE, now)
         return self._place_queued(now)
 
@@ -300,7 +303,7 @@ class RouterCore:
         if decision.is_split:  # the prompt was computed by another worker, which had other tokens cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         elif _has_missing_transfer(decision, engine_usage):
-            self._placer.fail_transfer(attempt, now)
+            self._placer.compute_without_transfer(attempt, now)
         if not is_error:
             self._placer.record_transfer(attempt, now)
             self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
@@ -341,31 +344,33 @@ class RouterCore:
         silent_s: float = 0.0,
         was_sent: bool = False,
     ) -> list[Instruction]:
-        """End a request's attempt at a worker after it failed, and send the request to another worker if possible.
+        """End a request's attempt at a worker, which failed, and send the request to another worker if possible.
 
-        The first instruction returned is the request's Forward, Enqueue or Refuse. But if the client has a part of the
-        answer and there is no `continuation` (a request for the rest of it), the request ends. `silent_s`: seconds
-        since the worker's last byte. `was_sent`: the worker got the request, and then refused a new connection.
+        The first instruction returned says what becomes of the request: Forward, Enqueue or Refuse. If the client has a
+        part of the answer, only a `continuation`, a request for the rest of it, can be sent; without one, the request
+        ends, and no instruction is about it. `silent_s`: seconds since the worker's last byte. `was_sent`: the worker
+        got the request, and then refused a new connection, so it may have crashed.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        active_request, worker_id = self._active_requests[request_id], attempt.decision.worker
-        worker = self.workers.get(worker_id)
+        active_request = self._active_requests[request_id]
+        worker_id = attempt.decision.worker
+        worker = self.workers.get(worker_id)  # None if it was removed
         is_probe = worker is not None and worker.probe == request_id
         self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
 
-        # Count the failure against the worker, which may be lost with it.
-        losses: list[Instruction] = []
+        # Count the failure against the worker. If the worker is lost by that, an instruction reports it.
+        worker_losses: list[Instruction] = []
         if worker is not None and is_worker_fault(kind, active_request.request, worker, now - silent_s):
-            losses = self._record_worker_fault(worker, kind, now, is_probe=is_probe)
+            worker_losses = self._record_worker_fault(worker, kind, now, is_probe=is_probe)
 
-        # Try the request elsewhere.
+        # End the request, or try it elsewhere.
         has_answer_begun = attempt.has_first_token or kind in _FAILURES_AFTER_FIRST_BYTE
         if has_answer_begun and continuation is None:
             del self._active_requests[request_id]
             self.counters["failed"] += 1
-            return losses + self._place_queued(now)
+            return worker_losses + self._place_queued(now)
         is_repeated_whole = continuation is None or continuation is active_request.request
         may_be_crash = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
         if is_repeated_whole and may_be_crash:
@@ -373,7 +378,7 @@ class RouterCore:
         self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
         instruction = self._try_again(active_request, continuation, kind, now)
-        return [instruction, *losses, *self._place_queued(now)]
+        return [instruction, *worker_losses, *self._place_queued(now)]
 
     def move_request(
         self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False

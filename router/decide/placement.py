@@ -401,7 +401,7 @@ class RequestPlacer:
         if estimate is not None and attempt.observed_transfer_s is not None:
             self._links.learn_speed(source.name, target.name, estimate, attempt.observed_transfer_s, now)
 
-    def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
+    def compute_without_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
         """Have the target of an attempt compute its prompt itself. `is_pair_fault`: avoid the pair for a while."""
         in_flight, decision = attempt.in_flight, attempt.decision
         if in_flight.source is None or attempt.has_transfer_failed:
