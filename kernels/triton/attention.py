@@ -52,32 +52,48 @@ def store_kv(
 
 
 @triton.jit
+def find_key_rows(
+    positions, end, table_ptr, table_stride, layer_row, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Return the cache row of K in one layer for each position of a sequence; with MASKED, only of those before `end`.
+
+    table_ptr: the first row of each block of the sequence, one every `table_stride` elements. `store_kv` explains the
+    rows and layer_row.
+    """
+    block_entry = table_ptr + positions // BLOCK_SIZE * table_stride
+    if MASKED:
+        block_row = tl.load(block_entry, mask=positions < end, other=0)
+    else:
+        block_row = tl.load(block_entry)
+    return block_row + positions % BLOCK_SIZE + layer_row
+
+
+@triton.jit
 def attend_tile(
-    acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, start, end, query_positions, offset, layer_row, scale,
-    dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, weight_sum, peak, q, cache_ptr, table_ptr, table_stride, start, end, query_positions, head_offset, layer_row,
+    scale, dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Add a tile of keys and values to the attention of M queries, as FlashAttention does.
+    """Add one tile of keys and values to the attention of M queries, as FlashAttention does.
 
-    Softmax is computed in one pass over the keys: peak [M] is the largest score so far, acc [M, D] and weight_sum [M]
-    are sums of the weighted values and of the weights. They are scaled down when a tile has a larger score. Weights are
-    powers of 2. The tile has the keys [start, start + BLOCK_N), as far as they lie before `end`. Without MASKED, all
-    do, and every query sees them. q: [M, D]. query_positions: [M]. Returns the new (acc, weight_sum, peak).
+    The caller goes over the tiles of a sequence and passes the running sums on: acc [M, D] of the weighted values,
+    weight_sum [M] of the weights, and peak [M], the largest score so far. Weights are 2 ** (score - peak), so the sums
+    are scaled down when a tile has a larger score. Returns the new (acc, weight_sum, peak).
 
-    The cache has rows of ROW elements, one for each token and layer. A block has BLOCK_SIZE rows of K for a layer, then
-    BLOCK_SIZE rows of V. `table_ptr` gives the first row of each block; `table_block` is its stride. `offset`: first
-    element of the KV head in a row. `dim` [D]: columns of a head, padded beyond DIM. WIDE: products in float32.
+    The tile has the keys at positions [start, start + BLOCK_N). With MASKED, keys from `end` on, keys after the query
+    and keys outside WINDOW are left out; otherwise all queries see all keys. q [M, D]: queries, at query_positions [M].
+
+    `find_key_rows` explains the block table; a row has ROW elements, those of this KV head from head_offset on. V is
+    BLOCK_SIZE rows after K. dim [D]: 0, 1 ... D - 1, of which DIM are real and the others padding. scale: factor of the
+    scores. `dot` explains PRECISION and WIDE.
     """
     key_positions = start + tl.arange(0, BLOCK_N)
+    key_rows = find_key_rows(key_positions, end, table_ptr, table_stride, layer_row, BLOCK_SIZE, MASKED)
+    load_mask = (dim < DIM)[None, :]
     if MASKED:
         is_inside = key_positions < end
-        block_row = tl.load(table_ptr + key_positions // BLOCK_SIZE * table_block, mask=is_inside, other=0)
-        load_mask = is_inside[:, None] & (dim < DIM)[None, :]
-    else:
-        block_row = tl.load(table_ptr + key_positions // BLOCK_SIZE * table_block)
-        load_mask = (dim < DIM)[None, :]
-    row = (block_row + key_positions % BLOCK_SIZE + layer_row).to(tl.int64) * ROW + offset
-    source = cache_ptr + row[:, None] + dim[None, :]
+        load_mask = is_inside[:, None] & load_mask
+    source = cache_ptr + (key_rows.to(tl.int64) * ROW + head_offset)[:, None] + dim[None, :]
     k = tl.load(source, mask=load_mask, other=0.0)
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     scores = dot(q, tl.trans(k), zeros, PRECISION, WIDE) * scale
