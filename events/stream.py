@@ -52,7 +52,7 @@ class _PendingRequest:
 
     id: int = 0
     deadline: float | None = None
-    """Time at which the request counts as failed; None if its reply has ended or it was given up."""
+    """Time at which the request counts as failed; None if no reply is awaited."""
     attempt_count: int = 0
     """Requests in a row that failed in this phase, or brought a gap."""
 
@@ -125,13 +125,13 @@ class StreamState:
         self._repair = _RepairProgress()
         self._snapshot = _SnapshotProgress()
         self._restart_attempt_count = 0
-        """Times that the stream has started over with a snapshot or REBUILD since it was last LIVE."""
+        """Calls of `_start_over` since the stream was last LIVE or connected."""
 
-        # Times at which a LIVE stream is checked.
+        # When a LIVE stream requests something of its own accord.
         self._snapshot_retry_at: float | None = None
-        """Time to request a snapshot again after the last requests failed; None if a snapshot is not wanted."""
+        """Time to request a snapshot again because recovery failed; None if none is planned."""
         self._silence_began_at: float | None = None
-        """Time of the last message; None after a check of the silence since then."""
+        """Time of the last live batch, recovery or failed check; None if the silence since then needs no check."""
 
     @property
     def position(self) -> StreamPosition | None:
