@@ -202,6 +202,8 @@ class ServerConfig:
     stall_timeout_s: Annotated[Seconds, "Longest that a client may read nothing of a stream."] = 120.0
     shutdown_timeout_s: Annotated[float, Meta(ge=0, le=1e9, title="SECONDS"), Flag("--shutdown-timeout"),
         "Longest that running requests may take after SIGTERM or Ctrl-C."] = 30.0
+
+    # Logs
     log_requests: Annotated[bool, Flag("--enable-log-requests/--disable-log-requests"),
         "Log one line a request."] = False
 

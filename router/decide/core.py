@@ -267,7 +267,8 @@ class RouterCore:
     ) -> list[Instruction]:
         """Record that a request's worker gets no KV from the other worker that was to send it, the source.
 
-        The attempt goes on: the request's worker computes the prompt itself. The request uses that source no more.
+        The attempt goes on: the request's worker computes the prompt itself. The request uses that source again only if
+        no other worker can compute the prompt for one that only decodes.
         `is_pair_fault`: the fault is in the transfer, so the router avoids transfers between the two workers for a
         while; False if the source refused this request alone. `may_be_crash`: the source broke down while it served the
         request. If the request may have crashed CRASH_SUSPICIONS_MAX workers, it fails instead.

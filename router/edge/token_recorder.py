@@ -191,12 +191,12 @@ class TokenRecorder:
     def _record_event(self, event: bytes) -> bytes:
         """Record what one event adds to a streamed answer, and return the event as it is forwarded to the client.
 
-        This is the event's token ids, text and finish reason, or the end of the stream. For example,
+        This is the event's token ids, whether it has text or a finish reason, or the end of the stream. For example,
         `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5 and text. It is forwarded without
         `"token_ids":[5]`, unless the client asked for the ids. To save time, an event is searched for the keys of these
         fields and not parsed. For bytes, `find` is faster than `in`.
         """
-        plain_event = _match_plain_event(event)  # plain: one token and its text, as workers send most events
+        plain_event = _match_plain_event(event)  # plain: token ids with text or reasoning, as most events are
         if plain_event is not None:
             return self._record_plain_event(plain_event)
         self.event_count += 1

@@ -268,11 +268,11 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 
 
 def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
-    """Read the fields by which a large body is routed, such as the model, but neither prompt nor other long values.
+    """Read the fields by which a large body is routed, such as the model, but not its prompt.
 
-    Decoding these would take too long here; they are left out of the result. `kind`: the API that the request's path
-    names; None: a body with a list of `messages` is a chat, and any other one a completion. Raises RequestError if the
-    body is no JSON object.
+    To decode long values would take too long here: the prompt is left out, and of another long value the result has
+    only the start of its JSON. `kind`: the API that the request's path names; None: a body with a list of `messages` is
+    a chat, and any other one a completion. Raises RequestError if the body is no JSON object.
     """
     check_object(body)
     raw_value_by_field = decode_json(raw_fields_decoder, body)

@@ -107,7 +107,7 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
         if filler is _FILLERS[0]:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
         for (name, shape), fields in product(_SHAPES.items(), variants):
-            if not renderer.template.is_bounded:  # the last rendering took too much CPU time
+            if not renderer.template.is_bounded:  # a rendering took too much time or memory
                 return "its chat template may take too long"
             conversation = _make_conversation(shape, filler)
             result = _compare_cached_and_full_tokens(renderer, conversation, fields)

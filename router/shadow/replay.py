@@ -77,7 +77,7 @@ class Comparison(msgspec.Struct, rename=JSON_NAMES):
     warm_up_request_count: int
     """Number of earlier requests, which only fill the caches of both simulations."""
     waiting_request_count: int
-    """Number of requests that were sent after another one had ended. They wait for its end in the simulation too."""
+    """How many of all requests had waited for the end of another. The simulation of `router run` has them wait too."""
     prompt_tokens: int
     """Sum over the compared requests."""
     measured_totals: ReplayTotals | None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts, find_predecessors
@@ -108,6 +109,13 @@ def test_a_slow_worker_is_found_out() -> None:
 def test_a_log_whose_times_are_out_of_order_ends_no_comparison(first_token_s: float, end_s: float) -> None:
     request = observe(1, 0.0, [1], worker="a", first_token_s=first_token_s, end_s=end_s, output_tokens=1)
     assert learn_step_times([request], [ObservedEngine("a")]).keys() == {"a"}
+
+
+def test_the_names_in_the_report_stay_as_they_are() -> None:
+    comparison = compare_placements([observe(0, 0.0, [1], output_tokens=1)], [ObservedEngine("a")], 16)
+    assert list(msgspec.to_builtins(comparison)) == [
+        "requests", "warming", "waited", "prompt_tokens", "measured", "today", "ours", "saved", "steps", "quantiles"
+    ]  # fmt: skip
 
 
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
