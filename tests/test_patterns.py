@@ -23,6 +23,7 @@ from router.prompting.outline import _remove_thoughts
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _constants: Any = importlib.import_module("re._constants" if sys.version_info >= (3, 11) else "sre_constants")
+pytestmark = pytest.mark.long
 ROOMS = ("router", "prompts", "options", "events", "simulation")
 BYTES = 200_000
 CPU_S_MAX = 1.0

