@@ -84,6 +84,8 @@ class WorkerFacts:
     """Why Mooncake's bootstrap server did not tell `engine_ids` in this probe; empty: it did, or was not asked."""
     restart_count: int = field(default=0, compare=False)
     """Restarts of the engine that its event streams had shown when the probe began."""
+    is_new_engine: bool = field(default=True, compare=False)
+    """Whether this is the first probe, or the engine was restarted since the one before."""
 
     def may_be_same_engine(
         self,
@@ -310,13 +312,17 @@ class Prober:
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
 
         # Fill in what the same engine told before, but not this time.
+        is_new_engine = True
         if earlier_facts is not None and earlier_facts.may_be_same_engine(served, sources, engine_ids, restart_count):
+            is_new_engine = False
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
         elif is_asleep is None:
             is_asleep = False  # a new engine is awake
         spec = self._make_spec(flag, served, sources, sizes, engine_ids or ())
-        return WorkerFacts(spec, sources, served.roots, sizes, engine_ids, is_asleep, problem, restart_count)
+        return WorkerFacts(
+            spec, sources, served.roots, sizes, engine_ids, is_asleep, problem, restart_count, is_new_engine
+        )
 
     def _make_spec(
         self,

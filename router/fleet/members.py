@@ -30,7 +30,7 @@ from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
-from router.fleet.worker_responses import ModelList, are_ranks_asleep
+from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import ModelTokenizers
 
@@ -539,7 +539,7 @@ class Fleet:
         member.problem = ""
         member.consecutive_failures = 0
 
-        is_restarted = was_down or earlier_facts is None or not _may_be_same_engine(earlier_facts, facts)
+        is_restarted = was_down or facts.is_new_engine
         if is_restarted:
             member.checkpoint_by_model = {}
         member.checkpoint_by_model |= _find_checkpoints(facts, member.checkpoint_by_model)
@@ -684,12 +684,6 @@ def compute_max_blocks(spec: WorkerSpec) -> int:
     tokens = spec.cache_tokens + (spec.host_tokens or 0)
     per_rank = tokens // (min(spec.block_size or BLOCK_TOKENS, BLOCK_TOKENS) * spec.ranks)
     return BLOCKS_MIN + BLOCKS_FACTOR * per_rank
-
-
-def _may_be_same_engine(earlier_facts: WorkerFacts, facts: WorkerFacts) -> bool:
-    """Return whether a worker's facts of a probe and of an earlier one show no restart of its engine in between."""
-    served = ModelList(facts.spec.models, dict(facts.roots), facts.spec.engine)
-    return earlier_facts.may_be_same_engine(served, facts.sources, facts.engine_ids, facts.restart_count)
 
 
 def _find_checkpoints(facts: WorkerFacts, known_models: Collection[str] = ()) -> dict[str, Checkpoint]:
