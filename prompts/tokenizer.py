@@ -292,8 +292,7 @@ def _load_template(
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
 
-    template_paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    template_by_name = {path.stem: _read_text(path) for path in template_paths}
+    template_by_name = {path.stem: _read_text(path) for path in _list_named_templates(folder)}
     if (folder / "chat_template.jinja").is_file():
         template_by_name["default"] = _read_text(folder / "chat_template.jinja")
     if list(template_by_name) == ["default"]:
@@ -311,6 +310,11 @@ def _load_template(
             f"{folder}: chat_template: got {type(templates).__name__}, expected a string or named templates"
         )
     return ChatTemplate(templates, named_tokens)
+
+
+def _list_named_templates(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's chat templates besides the default one."""
+    return sorted((folder / "additional_chat_templates").glob("*.jinja"))
 
 
 def _is_list_of_named_templates(templates: Any) -> bool:
@@ -361,7 +365,7 @@ def find_checkpoint(name: str) -> Checkpoint | None:
     folder = find_checkpoint_folder(name)
     if folder is None:
         return None
-    paths = [folder / name for name in _FILE_NAMES] + sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    paths = [folder / file_name for file_name in _FILE_NAMES] + _list_named_templates(folder)
     return Checkpoint(str(folder), tuple(_read_stamp(path) for path in paths))
 
 
