@@ -249,11 +249,12 @@ def _load_tokenizer(state: WorkerState, checkpoint: Checkpoint | None) -> None:
     """Load a tokenizer, if it is not loaded, in place of an earlier one of the same folder."""
     if checkpoint is None or checkpoint in state.tokenizers:
         return
-    others = {other: kept for other, kept in state.tokenizers.items() if other.folder != checkpoint.folder}
     try:
-        state.tokenizers = {**others, checkpoint: Tokenizer.load(checkpoint.folder, state.chat_template)}
+        tokenizer: Tokenizer | TokenizerError = Tokenizer.load(checkpoint.folder, state.chat_template)
     except TokenizerError as error:
-        state.tokenizers = {**others, checkpoint: error}
+        tokenizer = error
+    others = {other: kept for other, kept in state.tokenizers.items() if other.folder != checkpoint.folder}
+    state.tokenizers = {**others, checkpoint: tokenizer}
 
 
 def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
