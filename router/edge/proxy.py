@@ -224,10 +224,11 @@ class Proxy:
             instructions += self.core.fail_attempt(request_id, kind, now, silent_s=silent_s)
         if not is_final_refusal(instructions, request_id):
             instructions += self.core.abort_request(request_id, now)
-        for instruction in instructions:
-            is_for_this_request = not isinstance(instruction, WorkerLost) and instruction.request_id == request_id
-            if not is_for_this_request:
-                self._execute(instruction)
+        self.perform(
+            instruction
+            for instruction in instructions
+            if isinstance(instruction, WorkerLost) or instruction.request_id != request_id
+        )
 
     # Listeners ----------------------------------------------------------------------------------------------------
 
