@@ -56,12 +56,6 @@ class _PendingRequest:
     attempt_count: int = 0
     """Requests in a row that failed in this phase, or brought a gap."""
 
-    def begin(self, deadline: float) -> int:
-        """Begin a request in place of the last one, and return its id."""
-        self.id += 1
-        self.deadline = deadline
-        return self.id
-
 
 @dataclass(slots=True)
 class _RepairProgress:
@@ -419,7 +413,10 @@ class StreamState:
         return self._request.deadline is not None and request_id == self._request.id
 
     def _begin_request(self, now: float) -> int:
-        return self._request.begin(now + self.config.request_timeout_s)
+        """Begin a request in place of the last one, and return its id."""
+        self._request.id += 1
+        self._request.deadline = now + self.config.request_timeout_s
+        return self._request.id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived before a reply ended, and go live; request again what is missing."""
