@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -128,9 +128,6 @@ class ShadowReporter:
     def _make_report(self) -> ShadowReport:
         """Return the report about all requests until now, with the result of the last comparison."""
         metrics, recorder = self._proxy.metrics, self._recorder
-        lost_tokens: Mapping[str, int | None] = sum_lost_tokens_by_cause(metrics.cache_miss_tokens)
-        if self._config.log:  # a log does not show why tokens were not cached
-            lost_tokens = dict.fromkeys(CAUSES)
         return ShadowReport(
             version=self._version,
             since=self._started_at,
@@ -142,7 +139,8 @@ class ShadowReporter:
             turns=dict(metrics.cache_miss_requests),
             workers=recorder.engines(),
             seen=len(recorder.requests),
-            lost=lost_tokens,
+            # A log does not show why tokens were not cached.
+            lost=dict.fromkeys(CAUSES) if self._config.log else sum_lost_tokens_by_cause(metrics.cache_miss_tokens),
         )
 
     def _write_file(self) -> None:
