@@ -14,15 +14,13 @@ def make_server_context(
 
     `client_ca_path`: certificates of authorities (mutual TLS): clients need a certificate that one of them has signed.
     """
-    has_certificate, has_key = certificate_path is not None, key_path is not None
-    if has_certificate != has_key:
-        raise ConfigError("--tls-cert and --tls-key: expected both or neither")
+    _check_pair(certificate_path, key_path, "--tls")
     if certificate_path is None:
         if client_ca_path is not None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_certificate(context, certificate_path, key_path, "--tls-cert", "--tls-key")
+    _load_certificate(context, certificate_path, key_path, "--tls")
     if client_ca_path is not None:
         _trust_authorities(context, client_ca_path, "--tls-client-ca")
         context.verify_mode = ssl.CERT_REQUIRED
@@ -42,23 +40,23 @@ def make_client_context(
     else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
-    has_certificate, has_key = certificate_path is not None, key_path is not None
-    if has_certificate != has_key:
-        raise ConfigError(f"{flag_prefix}-cert and {flag_prefix}-key: expected both or neither")
+    _check_pair(certificate_path, key_path, flag_prefix)
     if certificate_path is not None:
-        _load_certificate(context, certificate_path, key_path, f"{flag_prefix}-cert", f"{flag_prefix}-key")
+        _load_certificate(context, certificate_path, key_path, flag_prefix)
     return context
 
 
-def _load_certificate(
-    context: ssl.SSLContext, certificate_path: str, key_path: str | None, flag: str, key_flag: str
-) -> None:
+def _check_pair(certificate_path: str | None, key_path: str | None, flag_prefix: str) -> None:
+    if (certificate_path is None) != (key_path is None):
+        raise ConfigError(f"{flag_prefix}-cert and {flag_prefix}-key: expected both or neither")
+
+
+def _load_certificate(context: ssl.SSLContext, certificate_path: str, key_path: str | None, flag_prefix: str) -> None:
     try:  # the empty password keeps OpenSSL from asking for a passphrase on the terminal
         context.load_cert_chain(certificate_path, key_path, password=lambda: "")
     except OSError as error:  # SSLError is an OSError
-        raise ConfigError(
-            f"{flag} {certificate_path}, {key_flag} {key_path}: no certificate and its key: {error}"
-        ) from error
+        paths = f"{flag_prefix}-cert {certificate_path}, {flag_prefix}-key {key_path}"
+        raise ConfigError(f"{paths}: no certificate and its key: {error}") from error
 
 
 def _trust_authorities(context: ssl.SSLContext, path: str, flag: str) -> None:
