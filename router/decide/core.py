@@ -484,11 +484,12 @@ class RouterCore:
 
         `continuation`: request for the rest of an answer that has begun, which is sent instead.
         """
-        instruction: Forward | Enqueue | Refuse | None = None
-        may_crash_workers = active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX
-        if continuation is None and not may_crash_workers:
+        instruction: Forward | Enqueue | Refuse | None
+        if active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
+            instruction = None  # it may crash another worker
+        elif continuation is None:
             instruction = self._retry(active_request, now)
-        elif continuation is not None and not may_crash_workers:
+        else:
             active_request.request = continuation
             instruction = self._placer.place(active_request, now)
             self.counters["continued"] += not isinstance(instruction, Refuse)
