@@ -230,10 +230,10 @@ class RequestPlacer:
         if not limits_s:
             return None
         max_ttft_s = min(limits_s)
-        waited_s = now - active_request.arrived_s
-        if choice.winner.terms.ttft_s > max_ttft_s - waited_s:
+        remaining_s = max_ttft_s - (now - active_request.arrived_s)
+        if choice.winner.terms.ttft_s > remaining_s:
             choice.winner = choice.find_earliest()
-        if choice.winner.terms.ttft_s <= max_ttft_s - waited_s:
+        if choice.winner.terms.ttft_s <= remaining_s:
             return None
         self._counters["too_slow"] += 1
         return _refuse_slow(active_request.request.request_id, choice.winner.terms, max_ttft_s)
