@@ -77,13 +77,6 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
             uncached_ranges=uncached_ranges,
         )
 
-    def update_stored_prompt(self, answer_tokens: int, computed_s: float) -> None:
-        """Add the answer's length and its end to the prompt in the history, unless that has left the history."""
-        stored_prompt = None if self.prompt_reference is None else self.prompt_reference()
-        if stored_prompt is not None:
-            stored_prompt.answer_tokens = answer_tokens
-            stored_prompt.computed_s = computed_s
-
 
 class MissAnalyzer:
     """Analyses the requests of a process: `record_placed` or `record_compared` at the first byte, then `record_end`."""
@@ -152,10 +145,12 @@ class MissAnalyzer:
         """
         if usage is not None and usage.cached_tokens is not None:
             self._count_reuse(request, reported_tokens=max(usage.cached_tokens, 0))
-        was_compared_with_history = request.prompt_reference is not None
-        if not was_compared_with_history:
+        if request.prompt_reference is None:  # it was not compared with the history
             return None
-        request.update_stored_prompt(answer_tokens, computed_s=now)
+        stored_prompt = request.prompt_reference()
+        if stored_prompt is not None:  # the history still has it
+            stored_prompt.answer_tokens = answer_tokens
+            stored_prompt.computed_s = now
         explanation = None
         if request.is_sampled:
             explanation = request.explanation
