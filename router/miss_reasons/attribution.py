@@ -290,13 +290,12 @@ def _find_template_difference(
     moved a new system prompt before the earlier messages.
     """
     previous, common_tokens = comparison.match.previous, comparison.match.common_tokens
-    differing_tokens = previous.token_ids[common_tokens:]
-    if len(differing_tokens) > TEMPLATE_TAIL_TOKENS:
+    if len(previous.token_ids) - common_tokens > TEMPLATE_TAIL_TOKENS:
         system_prompt_index = find_added_system_prompt(old_outline, new_outline)
         return None if system_prompt_index is None else ("system_prompt", system_prompt_index)
     answer_index = previous.message_count
     is_answer = classify_answer_change(new_outline, answer_index) is not None
     if not is_answer:
         return None
-    is_thought = comparison.facts.is_thinking(previous.route.scope.model, differing_tokens)
+    is_thought = comparison.facts.is_thinking(previous.route.scope.model, previous.token_ids[common_tokens:])
     return ("thinking_dropped" if is_thought else "re_encoded"), answer_index
