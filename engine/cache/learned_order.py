@@ -137,10 +137,11 @@ class LearnedHostOrder(_LearnedOrder):
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Update the queue after the block of a `kind`, such as full attention, was evicted from a node."""
-        is_on_device = any(node.blocks)
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
-        elif is_on_device:  # else the tree removes the node, and calls `mark_node_removed`
+            return
+        is_on_device = any(node.blocks)
+        if is_on_device:  # else the tree removes the node, and calls `mark_node_removed`
             self._queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
