@@ -251,17 +251,18 @@ class ModelRunner:
         `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in
         tables that stay on the device from step to step.
         """
-        sampled_rows = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
+        sampled_row_array = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
+        sampled_rows = sampled_row_array.tolist()
         sampling_batch = None
         if sampled_chunks and self.model.samples_tokens:
             sampled_sequences = [sequences[i] for i in sampled_chunks]
-            sampling_batch = self._sampler.make_batch(sampled_sequences, sampled_rows.tolist())
+            sampling_batch = self._sampler.make_batch(sampled_sequences, sampled_rows)
         return BatchState(
             sequences=sequences,
             sampled_chunks=sampled_chunks,
             rows=rows,
-            sampled_rows=sampled_rows.tolist(),
-            sampled_device_rows=copy_to_device(sampled_rows, self.device),
+            sampled_rows=sampled_rows,
+            sampled_device_rows=copy_to_device(sampled_row_array, self.device),
             sampling_batch=sampling_batch,
             has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
         )
