@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 Json = Any
@@ -58,35 +58,42 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
     `root`: schema with the definitions that `schema` refers to.
     """
-    return tuple(sorted(_collect_types(schema, root, 0))) or ("string",)
+    return tuple(sorted(_collect_types(schema, root))) or ("string",)
 
 
-def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
+def _collect_types(schema: Json, root: Json) -> set[str]:
     """Return the JSON types that a JSON schema allows, such as {"integer", "null"}; an empty set if it allows all.
 
-    Types come from `type`, from the values in `enum` or `const`, and from the branches of `anyOf`, `oneOf` and `allOf`.
-    Without these, a keyword of one type decides: `properties` belongs to objects. `root`: schema with the definitions
-    that `schema` refers to.
+    Types come from `type`, and from the values in `enum` or `const`, of the schema and its branches. Without these, a
+    keyword of one type decides: `properties` belongs to objects. `root`: schema with the definitions that `schema`
+    refers to.
     """
-    schema = resolve(schema, root)
-    if not isinstance(schema, dict) or depth > DEPTH_MAX:
-        return set()
-    declared_types = schema.get("type")
-    if not isinstance(declared_types, list):
-        declared_types = [declared_types]
-    types = {_ALIASES.get(name, name) for name in declared_types if isinstance(name, str)}
-    types |= {get_json_type(value) for value in _enum_values(schema) or ()}
-    for branch in _list_branches(schema):
-        types |= _collect_types(branch, root, depth + 1)
-    if types:
-        return types
-    return {type_name for keyword, type_name in _TYPE_BY_KEYWORD.items() if keyword in schema}
+    types: set[str] = set()
+    for branch in _iter_branches(schema, root):
+        declared_types = branch.get("type")
+        if not isinstance(declared_types, list):
+            declared_types = [declared_types]
+        own_types = {_ALIASES.get(name, name) for name in declared_types if isinstance(name, str)}
+        own_types |= {get_json_type(value) for value in _enum_values(branch) or ()}
+        types |= own_types or {type_name for keyword, type_name in _TYPE_BY_KEYWORD.items() if keyword in branch}
+    return types
 
 
-def _list_branches(schema: dict[str, Json]) -> list[Json]:
-    """Return the schemas in `anyOf`, `oneOf` and `allOf` of a schema."""
-    branch_lists = [schema.get(keyword) for keyword in _BRANCHES]
-    return [branch for branches in branch_lists if isinstance(branches, list) for branch in branches]
+def _iter_branches(schema: Json, root: Json) -> Iterator[dict[str, Json]]:
+    """Yield a schema and all schemas in its `anyOf`, `oneOf` and `allOf`, with references followed.
+
+    Schemas may refer to each other in circles, and many times to the same one. So each list of schemas is read once.
+    """
+    pending_schemas = [schema]
+    read_lists: set[int] = set()
+    while pending_schemas:
+        branch = resolve(pending_schemas.pop(), root)
+        if isinstance(branch, dict):
+            yield branch
+            for branches in map(branch.get, _BRANCHES):
+                if isinstance(branches, list) and id(branches) not in read_lists:
+                    read_lists.add(id(branches))
+                    pending_schemas += branches
 
 
 def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
@@ -162,18 +169,9 @@ def read_parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
 def read_property_types(schema: Json) -> dict[str, tuple[str, ...]]:
     """Return the types of every property that an object's schema names in any of its branches."""
     types: dict[str, set[str]] = {}
-    _collect_property_types(schema, schema, 0, types)
+    for branch in _iter_branches(schema, schema):
+        properties = branch.get("properties")
+        if isinstance(properties, dict):
+            for name, property_schema in properties.items():
+                types.setdefault(name, set()).update(_collect_types(property_schema, schema))
     return {name: tuple(sorted(property_types)) or ("string",) for name, property_types in types.items()}
-
-
-def _collect_property_types(schema: Json, root: Json, depth: int, types: dict[str, set[str]]) -> None:
-    """Add the types of each property that a schema names, in any branch, to `types` by the property's name."""
-    schema = resolve(schema, root)
-    if not isinstance(schema, dict) or depth > DEPTH_MAX:
-        return
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        for name, property_schema in properties.items():
-            types.setdefault(name, set()).update(_collect_types(property_schema, root, 0))
-    for branch in _list_branches(schema):
-        _collect_property_types(branch, root, depth + 1, types)
