@@ -1,100 +1,26 @@
-"""Answers of `/v1/chat/completions`: their structs, and their JSON whole and streamed. No I/O."""
+"""Answers of `/v1/chat/completions`: their JSON whole and streamed. No I/O."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
-from engine.protocol.generation import Generation, Usage
+from engine.protocol.generation import Generation
 from engine.protocol.logprobs import join_json_list
-from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder
+from engine.protocol.openai import JsonObject, OpenAIFormatter, encoder
 from engine.types import TokenLogprobs
 from prompts import ChatRequest
-
-
-class ChatLogprobs(Struct, frozen=True):
-    content: Raw
-    """A list that `engine.protocol.logprobs` wrote."""
-
-
-class Function(Struct, frozen=True):
-    """Function of a tool call. In a stream the name comes first, then the arguments in pieces."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCall(Struct, frozen=True, kw_only=True):
-    """A tool call, or a piece of one in a stream. Only pieces have an index."""
-
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: Function
-
-
-class ChatMessage(Struct, frozen=True, kw_only=True):
-    role: str
-    content: str | None
-    refusal: str | None = None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-    reasoning: str | UnsetType | None = UNSET
-    """vLLM's name of the reasoning; the next field is DeepSeek's and older vLLMs' name."""
-    reasoning_content: str | UnsetType | None = UNSET
-
-
-class ChatChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: StopReason
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(ResponseBase, frozen=True, kw_only=True):
-    object: str = "chat.completion"
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
-    prompt_logprobs: Raw | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Delta(Struct, frozen=True, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: StopReason | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(ResponseBase, frozen=True, kw_only=True):
-    object: str = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatFormatter(OpenAIFormatter):
     """Formats the answer to a chat, whole or as the chunks of a stream."""
 
-    chunk_type = ChatChunk
+    chunk_object = "chat.completion.chunk"
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
         parser_config = generation.parser_config
@@ -121,71 +47,74 @@ class ChatFormatter(OpenAIFormatter):
                 return role_chunk + b"".join(chunks)
         return role_chunk + self._format_chunk(choice, self._make_chunk_choice(choice, delta))
 
-    def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> ChatChunkChoice:
+    def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> JsonObject:
         """Convert new text, reasoning and tool calls to the `choices` entry of a chat completion chunk."""
         is_parsed_end = self._is_parsed and delta.finish_reason is not None
         has_other_fields = delta.reasoning or delta.tool_calls or is_parsed_end
-        return ChatChunkChoice(
-            index=choice.index,
-            delta=Delta(
-                content=delta.text if delta.text or not has_other_fields else UNSET,
-                reasoning=delta.reasoning or UNSET,
-                reasoning_content=delta.reasoning or UNSET,
-                tool_calls=[_make_tool_call(call, is_complete=False) for call in delta.tool_calls] or UNSET,
-            ),
-            logprobs=self._flush_logprobs(choice),
-            finish_reason=_get_finish_reason(delta.finish_reason, choice),
-            stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
-            token_ids=self._get_visible_ids(delta.token_ids),
-        )
+        message: JsonObject = {}
+        if delta.text or not has_other_fields:
+            message["content"] = delta.text
+        if delta.reasoning:
+            message |= _name_reasoning(delta.reasoning)
+        if delta.tool_calls:
+            message["tool_calls"] = [{"index": call.index, **_make_tool_call(call)} for call in delta.tool_calls]
+        return {
+            "index": choice.index,
+            "delta": message,
+            "logprobs": self._flush_logprobs(choice),
+            "finish_reason": _get_finish_reason(delta.finish_reason, choice),
+            **({} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}),
+            **self._show_ids(token_ids=delta.token_ids),
+        }
 
     def format_response(self) -> bytes:
         """Return the whole answer."""
         generation = self._generation
-        prompt_logprobs: Raw | UnsetType = UNSET
+        response = {
+            **generation.make_common_fields("chat.completion"),
+            "choices": [self._make_choice(choice) for choice in generation.choices],
+            "usage": generation.compute_usage(),
+            "system_fingerprint": None,
+        }
         if self._prompt_logprobs:
-            prompt_logprobs = join_json_list(self._prompt_logprobs[generation.choices[0].index])
-        response = ChatCompletion(
-            **generation.make_common_fields(),
-            choices=[self._make_choice(choice) for choice in generation.choices],
-            usage=generation.compute_usage(),
-            prompt_logprobs=prompt_logprobs,
-            prompt_token_ids=self._get_visible_ids(generation.prompts[0]),
-        )
-        return encoder.encode(response)
+            response["prompt_logprobs"] = join_json_list(self._prompt_logprobs[generation.choices[0].index])
+        return encoder.encode(response | self._show_ids(prompt_token_ids=generation.prompts[0]))
 
-    def _make_choice(self, choice: Choice) -> ChatChoice:
-        assert choice.finish_reason is not None
-        return ChatChoice(
-            index=choice.index,
-            message=self._make_message(choice),
-            logprobs=self._flush_logprobs(choice),
-            finish_reason=_get_finish_reason(choice.finish_reason, choice) or "",
-            stop_reason=choice.stop_reason,
-            token_ids=self._get_visible_ids(choice.token_ids),
-        )
+    def _make_choice(self, choice: Choice) -> JsonObject:
+        return {
+            "index": choice.index,
+            "message": self._make_message(choice),
+            "logprobs": self._flush_logprobs(choice),
+            "finish_reason": _get_finish_reason(choice.finish_reason, choice),
+            "stop_reason": choice.stop_reason,
+            **self._show_ids(token_ids=choice.token_ids),
+        }
 
-    def _make_message(self, choice: Choice) -> ChatMessage:
+    def _make_message(self, choice: Choice) -> JsonObject:
         """Return the message of a choice. Without text it has no content if there are calls, or if the model
         reasons.
         """
         content = self._echoed_text + choice.text
         has_reasoning = self._generation.parser_config.reasoning_format is not None
-        reasoning, calls = choice.reasoning or None, choice.tool_calls
-        return ChatMessage(
-            role=self._role,
-            content=None if not content and (has_reasoning or calls) else content,
-            tool_calls=[_make_tool_call(call, is_complete=True) for call in calls] or UNSET,
-            reasoning=reasoning if has_reasoning else UNSET,
-            reasoning_content=reasoning if has_reasoning else UNSET,
-        )
+        calls = choice.tool_calls
+        message: JsonObject = {
+            "role": self._role,
+            "content": None if not content and (has_reasoning or calls) else content,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = [_make_tool_call(call) for call in calls]
+        return message | (_name_reasoning(choice.reasoning or None) if has_reasoning else {})
 
     def _format_role_chunk(self, choice: Choice) -> bytes:
         """Return the first chunk of a choice, which has the role, the echoed text and the prompt's token ids."""
-        chunk_choice = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echoed_text))
-        return self._format_chunk(
-            choice, chunk_choice, prompt_token_ids=self._get_visible_ids(self._generation.prompts[0])
-        )
+        chunk_choice = {
+            "index": choice.index,
+            "delta": {"role": self._role, "content": self._echoed_text},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._format_chunk(choice, chunk_choice, **self._show_ids(prompt_token_ids=self._generation.prompts[0]))
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         if choice.index == 0:  # all choices have one prompt
@@ -195,11 +124,11 @@ class ChatFormatter(OpenAIFormatter):
         if not self._hides_tokens:
             self._logprobs_by_choice[choice.index] += map(self._logprobs.format_chat, positions)
 
-    def _flush_logprobs(self, choice: Choice) -> ChatLogprobs | None:
+    def _flush_logprobs(self, choice: Choice) -> JsonObject | None:
         """Return the logprobs that were formatted since the last call."""
         if not self._body.logprobs or self._hides_tokens:
             return None
-        return ChatLogprobs(join_json_list(self._logprobs_by_choice.pop(choice.index, [])))
+        return {"content": join_json_list(self._logprobs_by_choice.pop(choice.index, []))}
 
 
 def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
@@ -213,14 +142,16 @@ def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
     return role, ""
 
 
-def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:
-    has_name = call.name is not None
-    return ToolCall(
-        index=UNSET if is_complete else call.index,
-        id=call.id or UNSET,
-        type="function" if has_name else UNSET,
-        function=Function(name=call.name or UNSET, arguments=call.arguments),
-    )
+def _make_tool_call(call: ToolCallDelta) -> JsonObject:
+    """Return a tool call, or a piece of one. Only the first piece has the id and the name."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"arguments": call.arguments, "name": call.name}}
+
+
+def _name_reasoning(reasoning: str | None) -> JsonObject:
+    """Return the reasoning under vLLM's name, and under the name that DeepSeek and older vLLMs have."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _get_finish_reason(reason: str | None, choice: Choice) -> str | None:

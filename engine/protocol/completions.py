@@ -1,48 +1,24 @@
-"""Answers of `/v1/completions`: their structs, and their JSON whole and streamed. No I/O."""
+"""Answers of `/v1/completions`: their JSON whole and streamed. No I/O."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from msgspec import UNSET, Raw, Struct, UnsetType
-
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
-from engine.protocol.generation import Generation, Usage
-from engine.protocol.logprobs import CompletionLogprobs, PendingLogprobs, join_json_list
-from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder
+from engine.protocol.generation import Generation
+from engine.protocol.logprobs import PendingLogprobs, join_json_list
+from engine.protocol.openai import JsonObject, OpenAIFormatter, encoder
 from engine.types import TokenLogprobs
 from prompts import CompletionRequest
-
-
-class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """Choice of a whole completion or of a chunk."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: StopReason = None
-    prompt_logprobs: Raw | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Completion(ResponseBase, frozen=True, kw_only=True):
-    """A whole completion, or a chunk of one."""
-
-    object: str = "text_completion"
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str | UnsetType | None = UNSET
 
 
 class CompletionFormatter(OpenAIFormatter):
     """Formats the answer to a completion request, whole or as the chunks of a stream."""
 
-    chunk_type = Completion
+    chunk_object = "text_completion"
 
     def __init__(
         self, generation: Generation, body: CompletionRequest, factory: DetokenizerFactory, prompt_texts: Sequence[str]
@@ -57,33 +33,35 @@ class CompletionFormatter(OpenAIFormatter):
         """Return the chunk of a delta; empty bytes if the delta has no text yet."""
         self._format_all_logprobs(choice, delta)
         chunk_choice = self._make_choice(choice, delta, is_first=self._is_first_delta(choice))
-        if self._is_text_only and delta.finish_reason is None and not chunk_choice.text:
+        if self._is_text_only and delta.finish_reason is None and not chunk_choice["text"]:
             return b""
         return self._format_chunk(choice, chunk_choice)
 
     def format_response(self) -> bytes:
         generation = self._generation
-        response = Completion(
-            **generation.make_common_fields(),
-            choices=[self._make_choice(choice, choice, is_first=True) for choice in generation.choices],
-            usage=generation.compute_usage(),
-            system_fingerprint=None,
-        )
+        response = {
+            **self._common_fields,
+            "choices": [self._make_choice(choice, choice, is_first=True) for choice in generation.choices],
+            "usage": generation.compute_usage(),
+            "system_fingerprint": None,
+        }
         return encoder.encode(response)
 
-    def _make_choice(self, choice: Choice, part: Choice | ChoiceDelta, *, is_first: bool) -> CompletionChoice:
+    def _make_choice(self, choice: Choice, part: Choice | ChoiceDelta, *, is_first: bool) -> JsonObject:
         """Return a whole choice, or a delta of one. Before the first part comes what is echoed of the prompt."""
-        prompt_logprobs = self._prompt_logprobs.pop(choice.index, None)
-        return CompletionChoice(
-            index=choice.index,
-            text=self._prepend_prompt(choice, part.text) if is_first else part.text,
-            logprobs=self._flush_logprobs(choice),
-            finish_reason=part.finish_reason,
-            stop_reason=part.stop_reason,
-            prompt_logprobs=UNSET if prompt_logprobs is None else join_json_list(prompt_logprobs),
-            token_ids=self._get_visible_ids(part.token_ids),
-            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)) if is_first else UNSET,
-        )
+        fields: JsonObject = {
+            "index": choice.index,
+            "text": self._prepend_prompt(choice, part.text) if is_first else part.text,
+            "logprobs": self._flush_logprobs(choice),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if choice.index in self._prompt_logprobs:
+            fields["prompt_logprobs"] = join_json_list(self._prompt_logprobs.pop(choice.index))
+        fields |= self._show_ids(token_ids=part.token_ids)
+        if is_first:
+            fields |= self._show_ids(prompt_token_ids=self._generation.get_choice_prompt(choice))
+        return fields
 
     def _prepend_prompt(self, choice: Choice, text: str) -> str:
         return self._prompt_texts[choice.index // self._generation.n] + text
@@ -101,6 +79,6 @@ class CompletionFormatter(OpenAIFormatter):
             token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id
             self._logprobs.add_completion(position, token_id, logprobs)
 
-    def _flush_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+    def _flush_logprobs(self, choice: Choice) -> JsonObject | None:
         """Return the logprobs that were formatted since the last call."""
         return None if self._body.logprobs is None else self._logprobs_by_choice[choice.index].flush()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 
 from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
@@ -20,22 +19,6 @@ from engine.protocol.parsed_request import ParsedRequest
 from engine.types import KVSource, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
-
-
-class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int
-
-
-class Usage(Struct, frozen=True):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 @dataclass(slots=True)
@@ -66,14 +49,14 @@ class Generation:
         """How the text of each choice is parsed."""
         return self.choices[0].parser.config
 
-    def make_common_fields(self) -> dict[str, Any]:
-        """Return the fields that every answer and every chunk has."""
-        return {"id": self.id, "created": self.created, "model": self.model}
+    def make_common_fields(self, object: str) -> dict[str, Any]:
+        """Return the fields that every answer and every chunk of OpenAI's older APIs has. `object`: its type."""
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
 
     def get_choice_prompt(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 
-    def compute_usage(self, choice: Choice | None = None) -> Usage:
+    def compute_usage(self, choice: Choice | None = None) -> dict[str, Any]:
         """Return the token counts so far, for the `usage` field of a response: of all choices, or of one alone.
 
         A prompt counts once, however many answers it has. Reasoning is counted if the model's format is known.
@@ -82,16 +65,16 @@ class Generation:
         first_answers = choices[:: self.n]  # the first answer to each prompt
         prompt_tokens = sum(len(self.get_choice_prompt(answer)) for answer in first_answers)
         completion_tokens = sum(answer.completion_tokens for answer in choices)
-        completion_details: CompletionTokensDetails | UnsetType = UNSET
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in first_answers)},
+        }
         if self.parser_config.reasoning_format:
-            completion_details = CompletionTokensDetails(sum(answer.reasoning_tokens for answer in choices))
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            completion_tokens=completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(answer.cached_tokens for answer in first_answers)),
-            completion_tokens_details=completion_details,
-        )
+            reasoning_tokens = sum(answer.reasoning_tokens for answer in choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
 
 def make_generation(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
 
 from engine.output.detokenizer import DetokenizerFactory
 from engine.types import TokenLogprobs
@@ -23,14 +22,6 @@ SLICE_POSITIONS = 64
 _encode = msgspec.json.encode
 
 Position = TypeVar("Position", bound=TokenLogprobs | None)
-
-
-class CompletionLogprobs(Struct, frozen=True):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: Raw
-    """A list of objects from token to logprob, or null."""
 
 
 @dataclass(slots=True)
@@ -47,10 +38,14 @@ class PendingLogprobs:
     next_offset: int = 0
     """Character offset of the next token."""
 
-    def flush(self) -> CompletionLogprobs:
-        """Return the buffered logprobs, and empty the buffer."""
-        top_logprobs = join_json_list(self.top_logprobs)
-        logprobs = CompletionLogprobs(self.text_offset, self.token_logprobs, self.tokens, top_logprobs)
+    def flush(self) -> dict[str, Any]:
+        """Return the buffered logprobs as the field `logprobs` of a choice, and empty the buffer."""
+        logprobs = {
+            "text_offset": self.text_offset,
+            "token_logprobs": self.token_logprobs,
+            "tokens": self.tokens,
+            "top_logprobs": join_json_list(self.top_logprobs),
+        }
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
         return logprobs
 

@@ -85,10 +85,10 @@ class MessagesFormatter:
     def _make_usage(self) -> JsonObject:
         """Return the token counts. The prompt has `input_tokens` + `cache_read_input_tokens`."""
         usage = self._generation.compute_usage()
-        cached_tokens = usage.prompt_tokens_details.cached_tokens
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage.prompt_tokens - cached_tokens,
-            "output_tokens": usage.completion_tokens,
+            "input_tokens": usage["prompt_tokens"] - cached_tokens,
+            "output_tokens": usage["completion_tokens"],
             "cache_read_input_tokens": cached_tokens,
             "cache_creation_input_tokens": 0,  # creating cache entries costs nothing
         }

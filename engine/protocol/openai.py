@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
@@ -23,14 +22,7 @@ from prompts import ChatRequest, CompletionRequest, RequestError
 
 SSE_DONE = b"data: [DONE]\n\n"
 encoder = msgspec.json.Encoder()
-StopReason = str | int | None
-
-
-class ResponseBase(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str
-    created: int
-    model: str
+JsonObject = dict[str, Any]
 
 
 def encode_sse(data: object) -> bytes:
@@ -42,8 +34,8 @@ class OpenAIFormatter:
     logprobs.
     """
 
-    chunk_type: ClassVar[type[Any]]
-    """Struct of a streamed chunk, a `ResponseBase`."""
+    chunk_object: ClassVar[str]
+    """OpenAI's name of a streamed chunk's type, for the field `object`."""
 
     def __init__(
         self,
@@ -59,7 +51,7 @@ class OpenAIFormatter:
         generated tokens.
         """
         self._generation = generation
-        self._common_fields = generation.make_common_fields()
+        self._common_fields = generation.make_common_fields(self.chunk_object)
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
 
         # What a chunk of a stream shows.
@@ -107,20 +99,23 @@ class OpenAIFormatter:
         if not self._includes_usage:
             return SSE_DONE
         usage = self._generation.compute_usage()
-        return encode_sse(self.chunk_type(**self._common_fields, choices=[], usage=usage)) + SSE_DONE
+        return encode_sse({**self._common_fields, "choices": [], "usage": usage}) + SSE_DONE
 
     def format_error(self, error: RequestError) -> bytes:
         """Return the bytes that end a stream that was cut off."""
         return encode_sse(error.body()) + SSE_DONE
 
-    def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
-        usage = self._generation.compute_usage(choice) if self._has_continuous_usage else UNSET
-        return encode_sse(self.chunk_type(**self._common_fields, choices=[chunk_choice], usage=usage, **fields))
+    def _format_chunk(self, choice: Choice, chunk_choice: JsonObject, **fields: Any) -> bytes:
+        chunk = {**self._common_fields, "choices": [chunk_choice]}
+        if self._has_continuous_usage:
+            chunk["usage"] = self._generation.compute_usage(choice)
+        return encode_sse(chunk | fields)
 
     def _is_first_delta(self, choice: Choice) -> bool:
         is_first = choice.index not in self._begun_choices
         self._begun_choices.add(choice.index)
         return is_first
 
-    def _get_visible_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self._includes_ids else UNSET
+    def _show_ids(self, **token_ids: list[int]) -> JsonObject:
+        """Return fields with token ids if the request asks for them; else no fields."""
+        return token_ids if self._includes_ids else {}

@@ -17,7 +17,7 @@ import msgspec
 from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
-from engine.protocol.generation import CompletionTokensDetails, Generation
+from engine.protocol.generation import Generation
 from engine.protocol.logprobs import LogprobFormatter, join_json_list, split_positions
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext
@@ -241,11 +241,11 @@ class ResponsesFormatter:
     def _make_usage(self) -> JsonObject:
         usage = self._generation.compute_usage()
         return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": usage.prompt_tokens_details,
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": CompletionTokensDetails(self._choice.reasoning_tokens),
-            "total_tokens": usage.total_tokens,
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
         }
 
     # For a response that continues this one ---------------------------------------------------------------------------
