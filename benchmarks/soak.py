@@ -32,7 +32,7 @@ from engine.tiny.tokenizer import write_tokenizer
 
 IN_FLIGHT_MAX = 200
 ROUTER_FLAGS = ("--log-level=error", "--set=miss_reasons.memory_mb=1", "--set=miss_reasons.requests_max=256")
-WATCH = b"GET /dashboard/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode()
+WATCH = b"GET /dashboard/updates HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode()
 
 
 class Soak:
@@ -101,10 +101,11 @@ class Soak:
         self.outcomes[f"{kind} {answer.status} {answer.error}".strip()] += 1
 
     async def _watch(self) -> None:
-        """A dashboard that is looked at, reloaded every minute."""
+        """A dashboard that is looked at."""
         async with Client(self._url) as client:
             while True:
                 await client.send(WATCH, timeout_s=60)
+                await asyncio.sleep(1)
 
 
 @click.command(help=__doc__)

@@ -160,7 +160,7 @@ def admin_requests() -> Iterator[Variant]:
     foreign = (b"Origin: http://evil", b"Content-Type: text/plain")
     keys = (b"Authorization: Bearer ", b"Authorization: Bearer \xff", b"Host: localhost")
     for start in (b"GET /workers", b"POST /workers", b"DELETE /workers/x", b"POST /workers/x/drain", b"POST /route",
-                  b"GET /dashboard/events", b"GET /metrics/../workers", b"GET /index/dump"):  # fmt: skip
+                  b"GET /dashboard/updates", b"GET /metrics/../workers", b"GET /index/dump"):  # fmt: skip
         for lines in ((), foreign, *((key,) for key in keys)):
             yield Variant(f"{start!r} {lines}", valid_request(*lines, start=start + b" HTTP/1.1"))
 

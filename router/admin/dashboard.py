@@ -1,8 +1,7 @@
-"""`/dashboard`: one self-contained page, and the stream of server-sent events that keeps it up to date.
+"""`/dashboard`: one self-contained page, and the updates that it asks for once a second.
 
 Owns what the page shows beside `/workers`: the latest decisions with the terms of every candidate, and five minutes of
-totals. Slows nothing down: candidates' terms are recorded only while somebody watches, and a viewer that reads too
-slowly misses updates.
+totals. Candidates' terms are recorded only while somebody watches.
 """
 
 from __future__ import annotations
@@ -11,26 +10,29 @@ import re
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 import msgspec
 
+from prompts.errors import bad_value
 from router.decide.messages import Decision, RouteRequest, TransferKind
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
-from router.http.connection import ClientConnection
 from router.http.local_replies import Header
+from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
-UPDATE_INTERVAL_S: Final = 1.0
+WATCH_S: Final = 5.0
+"""Time after a request for updates in which the page counts as watched."""
 POINT_INTERVAL_S: Final = 2.0
 POINTS_MAX: Final = 150
 DECISIONS_MAX: Final = 60
-"""Decisions that are kept for new viewers, and most decisions of one update."""
+"""Latest decisions that are kept for the page."""
 TTFTS_MAX: Final = 10_000
 """Most times to first token of which a point shows the percentiles."""
 SUM_NAMES: Final = (
@@ -65,37 +67,6 @@ def make_security_headers(page: bytes) -> tuple[Header, ...]:
         (b"x-content-type-options", b"nosniff"),
         (b"referrer-policy", b"no-referrer"),
     )
-
-
-class Viewer:
-    """A browser that shows the dashboard, and reads its server-sent events over one connection.
-
-    While the browser reads too slowly, events for it are dropped: the next one brings the newest state anyway.
-    """
-
-    def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
-        """Begin the response. `on_leave` is called when the browser is gone."""
-        self._connection = connection
-        self._on_leave = on_leave
-        self._is_paused = False
-        connection.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
-            b"x-accel-buffering: no\r\nconnection: close\r\n\r\nretry: 2000\n\n"
-        )
-
-    def send(self, event_name: str, data: bytes) -> None:
-        """Send one event. It is dropped if the browser has not read the earlier ones."""
-        if not self._is_paused:
-            self._connection.write(b"event: %b\ndata: %b\n\n" % (event_name.encode(), data))
-
-    def on_client_gone(self) -> None:
-        self._on_leave(self)
-
-    def on_client_paused(self) -> None:
-        self._is_paused = True
-
-    def on_client_resumed(self) -> None:
-        self._is_paused = False
 
 
 def make_decision_row(
@@ -170,18 +141,18 @@ class _IntervalTotals:
         sums["moved_bytes"] += moved_bytes
         sums["transfer_s"] += transfer.transfer_s
 
-    def make_point(self) -> dict[str, float | None]:
+    def make_point(self) -> dict[str, Any]:
         """Return a point of the page's history."""
         ttfts_s = sorted(self._ttfts_s)
         return self._sums | {
-            "at": round(time.time(), 1),
+            "at": time.time(),
             "ttft_p50_ms": 1e3 * ttfts_s[len(ttfts_s) // 2] if ttfts_s else None,
             "ttft_p99_ms": 1e3 * ttfts_s[99 * len(ttfts_s) // 100] if ttfts_s else None,
         }
 
 
 class Dashboard:
-    """Live page of a router's workers and latest decisions; browsers that show it get updates once a second."""
+    """Live page of a router's workers and latest decisions; browsers that show it ask for updates once a second."""
 
     def __init__(
         self,
@@ -191,7 +162,7 @@ class Dashboard:
         version: str = "",
         get_explanation: Callable[[str], MissExplanation | None] = lambda request_name: None,
     ) -> None:
-        """Begin without viewers. `proxy` reports each request when it ends.
+        """Begin without decisions. `proxy` reports each request when it ends.
 
         `describe_workers`: returns the body of `/workers`. `get_explanation`: returns why a prompt was not cached.
         """
@@ -199,52 +170,54 @@ class Dashboard:
         self._describe_workers = describe_workers
         self._version = version
         self._get_explanation = get_explanation
-        self._viewers: set[Viewer] = set()
-
+        self._watched_until_s = 0.0
+        """Time until which the page counts as watched."""
         self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
         """Latest routing decisions, as rows of the page."""
-        self._unsent_decision_count = 0
-        """Number of the latest decisions that viewers have not seen."""
 
-        self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
+        self._points: deque[dict[str, Any]] = deque(maxlen=POINTS_MAX)
         """Points of the page's charts, one for each POINT_INTERVAL_S."""
         self._totals = _IntervalTotals()
         """Sums for the next point."""
         self._retry_count = 0
         """Attempts repeated until the last point."""
         self._next_point_at_s = 0.0
-        self._next_update_at_s = 0.0
         proxy.on_end.append(self._on_request_end)
 
     def register(self, routes: Routes) -> None:
-        """Serve the page, which is for everybody, and its events, which are not."""
+        """Serve the page, which is for everybody, and its updates, which are not."""
         page = PAGE_PATH.read_bytes()
         response = Response(page, content_type=HTML, headers=make_security_headers(page))
         routes.add("GET", "/dashboard", lambda *_: response, public=True)
-        routes.add("GET", "/dashboard/events", lambda *_: self.watch, public=False)
+        routes.add("GET", "/dashboard/updates", self._get_updates, public=False)
 
-    def watch(self, connection: ClientConnection) -> Viewer:
-        """Start a stream of events on `connection`."""
-        viewer = Viewer(connection, self._remove_viewer)
-        self._viewers.add(viewer)
+    def _get_updates(self, request: HttpRequest, _: str) -> Response:
+        """Answer `GET /dashboard/updates?after=TIME`: the present state, and the points and decisions after TIME.
+
+        TIME is `now` of the last state, in seconds since 1970.
+        """
+        self._watched_until_s = self._proxy.now() + WATCH_S
         self._proxy.explains_decisions = True
-        viewer.send("state", self._encode_state())
-        viewer.send("history", msgspec.json.encode(list(self._points)))
-        viewer.send("decisions", self._encode_decisions(self._decisions))
-        return viewer
-
-    def _remove_viewer(self, viewer: Viewer) -> None:
-        self._viewers.discard(viewer)
-        self._proxy.explains_decisions = bool(self._viewers)
+        after_s = _read_after(request)
+        state = self._describe_workers() | {
+            "now": time.time(),
+            "cache_miss_tokens": dict(self._proxy.metrics.cache_miss_tokens),
+            "version": self._version,
+        }
+        rows = [row for row in self._decisions if row["at"] > after_s]
+        body = {
+            "state": state,
+            "points": [point for point in self._points if point["at"] > after_s],
+            "decisions": [row | {"why": list_losses(self._get_explanation(row["id"]))} for row in rows],
+        }
+        return Response(msgspec.json.encode(body))
 
     def tick(self, now: float) -> None:
-        """Add a point to the history and update the viewers when it is time. Call a few times a second."""
+        """Add a point to the history when it is time. Call a few times a second."""
+        self._proxy.explains_decisions = now < self._watched_until_s
         if now >= self._next_point_at_s:
             self._next_point_at_s = now + POINT_INTERVAL_S
             self._add_point()
-        if now >= self._next_update_at_s and self._viewers:
-            self._next_update_at_s = now + UPDATE_INTERVAL_S
-            self._send_update()
 
     def _add_point(self) -> None:
         """Add the sums of the interval to the history."""
@@ -253,29 +226,6 @@ class Dashboard:
         self._retry_count = retry_count
         self._totals = _IntervalTotals()
 
-    def _send_update(self) -> None:
-        events = [("state", self._encode_state())]
-        if self._unsent_decision_count:
-            unsent_decisions = list(self._decisions)[-self._unsent_decision_count :]
-            events.append(("decisions", self._encode_decisions(unsent_decisions)))
-            self._unsent_decision_count = 0
-        if self._points:
-            events.append(("point", msgspec.json.encode(self._points[-1])))
-        for viewer in list(self._viewers):
-            for event_name, data in events:
-                viewer.send(event_name, data)
-
-    def _encode_state(self) -> bytes:
-        state = self._describe_workers() | {
-            "now": time.time(),
-            "cache_miss_tokens": dict(self._proxy.metrics.cache_miss_tokens),
-            "version": self._version,
-        }
-        return msgspec.json.encode(state)
-
-    def _encode_decisions(self, rows: Iterable[dict[str, Any]]) -> bytes:
-        return msgspec.json.encode([row | {"why": list_losses(self._get_explanation(row["id"]))} for row in rows])
-
     def _on_request_end(self, context: RequestContext) -> None:
         """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
@@ -283,7 +233,14 @@ class Dashboard:
         transfer = None if decision is None else decision.transfer
         moved_bytes = 0 if transfer is None else self._proxy.count_transfer_bytes(transfer)
         self._totals.add(context, cached_tokens, moved_bytes)
-        if route is None or decision is None:
-            return
-        self._decisions.append(make_decision_row(context, route, decision, cached_tokens))
-        self._unsent_decision_count += bool(self._viewers)
+        if route is not None and decision is not None:
+            self._decisions.append(make_decision_row(context, route, decision, cached_tokens))
+
+
+def _read_after(request: HttpRequest) -> float:
+    """Return the time in the query of a request for updates; 0 without one. Raises RequestError."""
+    (text,) = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("after", ["0"])[-1:]
+    try:
+        return float(text)
+    except ValueError:
+        raise bad_value("after", text, "a time in seconds since 1970") from None

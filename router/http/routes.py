@@ -1,11 +1,10 @@
 """Routes: which handler answers a method and a path, and how its answer reaches the client.
 
-Paths may have one `*`. Covers HEAD, 403, 404, 405, asynchronous handlers, and streams that end when the client leaves.
+Paths may have one `*`. Covers HEAD, 403, 404, 405, and asynchronous handlers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from urllib.parse import unquote
 
 from prompts.errors import RequestError
 from prompts.paths import make_unknown_path_error
-from router.http.connection import ClientConnection, Responder, TaskResponder
+from router.http.connection import ClientConnection, TaskResponder
 from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
 
@@ -33,9 +32,7 @@ class Response:
     headers: tuple[Header, ...] = ()
 
 
-Stream = Callable[[ClientConnection], Responder]
-"""Starts an answer that lasts until the client leaves."""
-Handler = Callable[[HttpRequest, str], "Response | Coroutine[Any, Any, Response] | Stream"]
+Handler = Callable[[HttpRequest, str], "Response | Coroutine[Any, Any, Response]"]
 """Answers a request; the text is the part of the path that `*` stands for."""
 
 
@@ -103,11 +100,8 @@ class Routes:
         response = route.handler(request, argument)
         if isinstance(response, Response):
             connection.respond(response.status, response.body, response.content_type, response.headers)
-        elif asyncio.iscoroutine(response):
-            connection.responder = TaskResponder(_respond_later(connection, response))
         else:
-            assert callable(response)
-            connection.responder = response(connection)
+            connection.responder = TaskResponder(_respond_later(connection, response))
 
     def _find_route(self, method: str, path: str) -> tuple[_Route | None, str]:
         """Return the route of a path, or None, and the part of the path that `*` or `**` stands for.

@@ -163,44 +163,35 @@ def make_workers(count: int) -> dict[str, Any]:
         "in_flight": 3,
         "queued": 0,
         "index": index,
+        "now": 100.0,
         "version": "0.1.0",
         "cache_miss_tokens": {"evicted": 90},
     }
 
 
 @contextlib.contextmanager
-def fake_router(events: dict[str, Any]) -> Iterator[str]:
-    """The page before a router that sends these events to each viewer."""
+def fake_router(updates: dict[str, Any]) -> Iterator[str]:
+    """The page before a router that tells a viewer this once, and then only its state."""
 
     class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            page = self.path == "/dashboard"
-            body = (
-                PAGE.read_bytes()
-                if page
-                else b"".join(
-                    b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps(data).encode())
-                    for name, data in events.items()
-                )
-            )
+            is_page = self.path == "/dashboard"
+            is_first = self.path.endswith("?after=0")
+            news = updates if is_first else {**updates, "points": [], "decisions": []}
+            body = PAGE.read_bytes() if is_page else json.dumps(news).encode()
             self.send_response(200)
-            self.send_header("Content-Type", "text/html" if page else "text/event-stream")
+            self.send_header("Content-Type", "text/html" if is_page else "application/json")
             self.end_headers()
             self.wfile.write(body)
-            self.wfile.flush()
-            if not page:
-                stop.wait(60)
 
         def log_message(self, *_: Any) -> None: ...
 
-    stop = threading.Event()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeRouterHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        stop.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -212,7 +203,7 @@ def crowd() -> Iterator[str]:
     point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 1}
     point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
     points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
-    with fake_router({"state": make_workers(500), "history": points, "decisions": []}) as url:
+    with fake_router({"state": make_workers(500), "points": points, "decisions": []}) as url:
         yield url
 
 
@@ -269,8 +260,8 @@ def test_kv_that_moves(tmp_path: Path, width: int) -> None:
     group = {"group": "g", "dialect": "nixl", "sources": [], "destinations": ["gpu1:8000"]}
     state["kv_groups"] = [group | {"problem": "no worker gives KV: each computes its prompts"}]
     points = [{"at": float(i), **point} for i in range(20)]
-    events = {"state": state, "history": points, "decisions": [decision]}
-    with fake_router(events) as url, chromium(width, "light", tmp_path / f"moving-{width}.png") as page:
+    updates = {"state": state, "points": points, "decisions": [decision]}
+    with fake_router(updates) as url, chromium(width, "light", tmp_path / f"moving-{width}.png") as page:
         page.goto(f"{url}/dashboard")
         page.wait_for_selector("#moves li")
         text = page.locator("#moves").inner_text()

@@ -1,15 +1,14 @@
-"""The dashboard's stream of events: what a viewer is told, and that watching costs nobody anything."""
+"""The dashboard's page and its updates: what a viewer is told, and that it costs something only while it is watched."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from base64 import b64encode
 from hashlib import sha256
 from typing import Any
 
-from router.admin.dashboard import Dashboard
+from router.admin.dashboard import WATCH_S, Dashboard
 
 SHARED = list(range(1000, 1192))
 
@@ -18,21 +17,13 @@ def prompt(ids: list[int]) -> bytes:
     return json.dumps({"model": "tiny", "prompt": ids}).encode()
 
 
-async def watch(edge: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await edge.connect()
-    writer.write(b"GET /dashboard/events HTTP/1.1\r\nHost: r\r\n\r\n")
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert b"text/event-stream" in head
-    return reader, writer
-
-
-async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
-    """The data of the next event called `name`."""
-    while True:
-        block = (await reader.readuntil(b"\n\n")).decode()
-        lines = dict(line.split(": ", 1) for line in block.strip().split("\n"))
-        if lines.get("event") == name:
-            return json.loads(lines["data"])
+async def get_updates(edge: Any, after_s: float = 0.0) -> Any:
+    """What the page shows that happened after a time."""
+    target = b"/dashboard/updates?after=%f" % after_s if after_s else b"/dashboard/updates"
+    answer = await edge.exchange(b"GET " + target + b" HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return json.loads(body)
 
 
 def make(edge: Any) -> Dashboard:
@@ -84,19 +75,35 @@ def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_p
         await edge.worker(edge.reply(usage))
         await edge.worker(edge.reply(usage))
         await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
-        reader, writer = await watch(edge)
-        assert len((await next_event(reader, "state"))["workers"]) == 2
-        (before,) = await next_event(reader, "decisions")
+        updates = await get_updates(edge)
+        assert len(updates["state"]["workers"]) == 2
+        (before,) = updates["decisions"]
         assert len(before["candidates"]) == 1, "terms of all candidates are kept only while somebody watches"
         await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
-        dashboard.tick(1e9)
-        (row,) = await next_event(reader, "decisions")
+        dashboard.tick(edge.now())
+        updates = await get_updates(edge, updates["state"]["now"])
+        (row,) = updates["decisions"]
         assert {one["worker"] for one in row["candidates"]} == {"w0", "w1"}
         assert (row["prompt_tokens"], row["cached_tokens"], row["outcome"]) == (192, 64, "status_200")
-        writer.close()
-        await edge.until(lambda: not edge.proxy.explains_decisions)
-        point = json.loads(json.dumps(dashboard._points[-1]))
+        (point,) = updates["points"]
         assert (point["prompt_tokens"], point["actual_tokens"]) == (384, 128)
+        updates = await get_updates(edge, updates["state"]["now"])
+        assert (updates["points"], updates["decisions"]) == ([], []), "told once"
+        assert edge.proxy.explains_decisions
+        dashboard.tick(edge.now() + 2 * WATCH_S)
+        assert not edge.proxy.explains_decisions
+
+    edge.run(scenario())
+
+
+def test_updates_after_nonsense_are_refused(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        make(edge)
+        request = b"GET /dashboard/updates?after=x HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+        answer = await edge.exchange(request)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'after: got \\"x\\", expected a time' in answer
 
     edge.run(scenario())
 
@@ -110,27 +117,5 @@ def test_predictions_show_where_no_answer_tells_its_usage(edge: Any, make_post: 
         dashboard.tick(1e9)
         (point,) = dashboard._points
         assert (point["prompt_tokens"], point["reported_prompt_tokens"], point["actual_tokens"]) == (len(SHARED), 0, 0)
-
-    edge.run(scenario())
-
-
-def test_viewer_that_does_not_read_misses_updates(edge: Any) -> None:
-    async def scenario() -> None:
-        await edge.start()
-        dashboard = make(edge)
-        reader, writer = await watch(edge)
-        writer.transport.pause_reading()
-        (viewer,) = dashboard._viewers
-        sent = 0
-        while not viewer._is_paused:
-            viewer.send("state", b"x" * 100_000)
-            sent += 1
-            assert sent < 1000
-            await asyncio.sleep(0)
-        for _ in range(1000):
-            viewer.send("state", b"x" * 100_000)  # 100 MB that must not be kept
-        assert viewer._connection._transport.get_write_buffer_size() < 2_000_000
-        writer.transport.abort()
-        assert reader is not None
 
     edge.run(scenario())
