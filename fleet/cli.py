@@ -238,12 +238,10 @@ def make_fleet_spec(name: str, model: str, flags: tuple[str, ...], options: dict
     `worker_gpus` stays 0, because the cluster has to be asked about its GPUs first.
     """
     model, flags = split_model(model, flags)
-    command = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))
     env = parse_env(options["env"], os.environ)
     return FleetSpec(
         name=name,
-        engine_command=command.words,
-        is_vllm=command.is_vllm,
+        engine_command=build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags)),
         router_flags=split_flags("--router-flags", options["router_flags"]),
         env=env,
         worker_cpus=options["cpus"],
@@ -363,7 +361,7 @@ def make_spec_changes(
         spec_changes["router_flags"] = split_flags("--router-flags", router_flags)
     if model is not None:
         model, flags = split_model(model, flags)
-        spec_changes["engine_command"], spec_changes["is_vllm"] = build_engine_command(engine, model, flags)
+        spec_changes["engine_command"] = build_engine_command(engine, model, flags)
     return spec_changes
 
 

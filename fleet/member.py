@@ -9,24 +9,16 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import ray
 
 from fleet.guard import exit_with_parent
 from fleet.program import ProgramState, SupervisedProgram, TimedEvent, send_request
-from fleet.spec import FleetSpec, Launch, MemberKind, plan_launch
+from fleet.spec import FleetSpec, Launch, MemberKind, plan_router, plan_worker
 from fleet.worker_list import AdminCall, ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 PORT_SEARCHES_MAX = 100
-
-
-class SentPeers(NamedTuple):
-    """Addresses of other routers that a router was sent, and the run of the router that got them."""
-
-    launch: Launch
-    addresses: list[str]
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -53,14 +45,14 @@ class MemberActor:
         self._workers = workers
         self._host = ray.util.get_node_ip_address()
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._sent_peers: SentPeers | None = None
-        """Peers that this router was sent last."""
         self._program = SupervisedProgram(self._spec, self._plan_launch)
 
     def _plan_launch(self) -> Launch:
         """Return the command line of the next run. A router begins with the workers that were last listed."""
         settings = [worker.settings for worker in self._workers if not worker.is_draining]
-        return plan_launch(self._spec, self._kind, self._slot, self._host, self._find_free_ports, settings)
+        if self._kind is MemberKind.ROUTER:
+            return plan_router(self._spec, self._slot, self._host, self._find_free_ports, settings)
+        return plan_worker(self._spec, self._host, self._find_free_ports)
 
     def stop(self) -> None:
         """Stop the program, and kill it after the timeout of the spec."""
@@ -73,7 +65,8 @@ class MemberActor:
         if program.launch is not None and self._kind is MemberKind.ROUTER:
             status_by_worker = self._update_workers(program.launch, events)
             if status_by_worker is not None:
-                self._update_peers(program.launch, peer_addresses, events)
+                peers = sorted(set(peer_addresses) - {program.launch.peer_address})
+                self._call_router(program.launch, AdminCall("PUT", "/peers", {"peers": peers}), events)
         return MemberReport(program, self._node, events, status_by_worker)
 
     def _update_workers(self, launch: Launch, events: list[TimedEvent]) -> dict[str, WorkerStatus] | None:
@@ -89,21 +82,11 @@ class MemberActor:
             self._call_router(launch, call, events)
         return self._fetch_workers(launch) if calls else status_by_worker
 
-    def _update_peers(self, launch: Launch, peer_addresses: Sequence[str], events: list[TimedEvent]) -> None:
-        """Send this router the addresses of the others, unless it has them. A refusal is added to `events`."""
-        peers = SentPeers(launch, sorted(set(peer_addresses) - {launch.peer_address}))
-        if peers == self._sent_peers:
-            return
-        if self._call_router(launch, AdminCall("PUT", "/peers", {"peers": peers.addresses}), events):
-            self._sent_peers = peers
-
-    def _call_router(self, launch: Launch, call: AdminCall, events: list[TimedEvent]) -> bool:
-        """Call the router's admin API, and return whether it did not refuse. A refusal is added to `events`."""
+    def _call_router(self, launch: Launch, call: AdminCall, events: list[TimedEvent]) -> None:
+        """Call the router's admin API. A refusal is added to `events`."""
         answer = send_request(call.method, launch.admin_url + call.path, call.body, self._spec.admin_key)
-        if answer.status in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
-            return True
-        events.append(TimedEvent(time.time(), f"{call.method} {call.path}: {answer.status} {answer.content}"))
-        return False
+        if answer.status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
+            events.append(TimedEvent(time.time(), f"{call.method} {call.path}: {answer.status} {answer.content}"))
 
     def _fetch_workers(self, launch: Launch) -> dict[str, WorkerStatus] | None:
         """Return the router's workers; None if it does not answer. Raises ValueError if the answer is malformed."""

@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -36,8 +35,6 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     engine_command: tuple[str, ...]
     """Command line of a worker, without its addresses."""
-    is_vllm: bool = False
-    """Whether the engine command is `vllm serve`, whose events must be switched on by a flag."""
     router_flags: tuple[str, ...] = ()
     """Flags of `router run`, besides its addresses."""
     env: dict[str, str] = {}
@@ -60,6 +57,11 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without an answer after which a program is killed. With 0 it is never killed."""
     admin_key: str = ""
     """Key of the routers' admin routes."""
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether the engine command is `vllm serve`, whose events must be switched on by a flag."""
+        return self.engine_command[1:2] == ("serve",)
 
 
 WorkerSettings = dict[str, str | int]
@@ -84,28 +86,12 @@ PortAllocator = Callable[[int], int]
 """Function that takes a number of ports, and returns the first of that many consecutive free ports on this node."""
 
 
-def plan_launch(
-    spec: FleetSpec,
-    kind: MemberKind,
-    slot: int,
-    host: str,
-    allocate_ports: PortAllocator,
-    workers: Sequence[Mapping[str, str | int]] = (),
-) -> Launch:
-    """Return the command line and the addresses of one program of a fleet, a router or a worker.
-
-    `slot`: number of the program among those of its kind. `host`: address of the node on which it runs. `workers`:
-    settings of the workers that a router knows from its start.
-    """
-    if kind is MemberKind.ROUTER:
-        return _plan_router(spec, slot, host, allocate_ports, workers)
-    return _plan_worker(spec, host, allocate_ports)
-
-
-def _plan_router(
+def plan_router(
     spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[Mapping[str, str | int]]
 ) -> Launch:
     """Return the launch of a router on the node with the address `host`.
+
+    `slot`: number of the router. `workers`: settings of the workers that it knows from its start.
 
     A router listens at three addresses: for clients, with a `router_port` at the same port after each restart; for
     admin calls, on its own node only; and for other routers, which read its load.
@@ -131,7 +117,7 @@ def _plan_router(
     )
 
 
-def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
+def plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
     """Return the launch of a worker. vLLM is told where to publish its cache events; our engine decides itself."""
     url_host = bracket_host(host)
     port = allocate_ports(1)
@@ -168,26 +154,19 @@ FLAGS_SET_BY_FLEET = ("--host", "--port", "--kv-events-config", "--admin", "--pe
 """Flags that the fleet sets itself."""
 
 
-class EngineCommand(NamedTuple):
-    """Command line of a worker, without its addresses."""
-
-    words: tuple[str, ...]
-    is_vllm: bool
-
-
-def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> EngineCommand:
+def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command line of a worker. Raises SpecError.
 
     `engine_name` is ours, vllm, or the path of a `vllm`. `model`: empty for our engine's built-in model.
     """
     check_flags("the worker's flags", flags)
     if engine_name == "ours":
-        return EngineCommand((sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False)
+        return (sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags)
     if not model:
         raise SpecError("--engine vllm: MODEL is missing")
     words = (engine_name, "serve", model, *flags)
     parse_rank_count(words)  # for its errors
-    return EngineCommand(words, True)
+    return words
 
 
 def split_flags(option_name: str, text: str) -> tuple[str, ...]:

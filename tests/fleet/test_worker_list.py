@@ -8,12 +8,12 @@ import pytest
 
 from fleet.spec import (
     FleetSpec,
-    MemberKind,
     SpecError,
     build_engine_command,
     parse_env,
     parse_rank_count,
-    plan_launch,
+    plan_router,
+    plan_worker,
     split_flags,
 )
 from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
@@ -60,10 +60,8 @@ def ports(count: int) -> int:
 
 
 def test_a_worker_of_ours() -> None:
-    command, vllm = build_engine_command("ours", "/m", ("--max-num-seqs", "4"))
-    launch = plan_launch(
-        FleetSpec(name="f", engine_command=command, is_vllm=vllm), MemberKind.ENGINE, 3, "10.0.0.1", ports
-    )
+    command = build_engine_command("ours", "/m", ("--max-num-seqs", "4"))
+    launch = plan_worker(FleetSpec(name="f", engine_command=command), "10.0.0.1", ports)
     assert launch.command[1:] == [
         "-m",
         "engine",
@@ -80,10 +78,8 @@ def test_a_worker_of_ours() -> None:
 
 
 def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
-    command, vllm = build_engine_command("vllm", "m", ("--data-parallel-size=2",))
-    launch = plan_launch(
-        FleetSpec(name="f", engine_command=command, is_vllm=vllm), MemberKind.ENGINE, 0, "10.0.0.1", ports
-    )
+    command = build_engine_command("vllm", "m", ("--data-parallel-size=2",))
+    launch = plan_worker(FleetSpec(name="f", engine_command=command), "10.0.0.1", ports)
     assert launch.command[:3] == ["vllm", "serve", "m"]
     settings = json.loads(launch.command[-1])
     assert settings["enable_kv_cache_events"] is True
@@ -93,17 +89,12 @@ def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
     spec = FleetSpec(name="f", engine_command=(), router_flags=("--fair",), router_port=8080)
-    launch = plan_launch(spec, MemberKind.ROUTER, 2, "fd00::1", ports)
+    launch = plan_router(spec, 2, "fd00::1", ports, workers=())
     assert launch.url == "http://[fd00::1]:8082"
     assert launch.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
     assert launch.peer_address == "tcp://[fd00::1]:40001"
-    secure = plan_launch(
-        FleetSpec(name="f", engine_command=(), router_flags=("--tls-cert", "c", "--tls-key", "k")),
-        MemberKind.ROUTER,
-        0,
-        "h",
-        ports,
-    )
+    secure_spec = FleetSpec(name="f", engine_command=(), router_flags=("--tls-cert", "c", "--tls-key", "k"))
+    secure = plan_router(secure_spec, 0, "h", ports, workers=())
     assert (secure.url, secure.admin_url) == ("https://h:8080", "https://127.0.0.1:40001")
 
 
