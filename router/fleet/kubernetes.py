@@ -1,7 +1,7 @@
 """Workers that Kubernetes lists: a Service's EndpointSlices, or the pods of an InferencePool.
 
-Objects are listed, and then watched from the version of the list on. A watch that ends goes on from its last version,
-and after a failure all objects are listed again. While the API cannot be reached, the workers stay as they are.
+Objects are listed, and then watched from the version of the list on. A watch that ends goes on from its last version.
+A failure of the API raises FetchError, and the caller begins anew. Meanwhile the workers stay as they are.
 
 Conventions of discovery.k8s.io/v1: an endpoint without conditions is ready. An endpoint that terminates or is not ready
 gets no new request and keeps those it has. An address that is in two slices while it moves counts once.
@@ -10,7 +10,6 @@ gets no new request and keeps those it has. An address that is in two slices whi
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
@@ -28,15 +27,14 @@ from options import ConfigError
 from options.addresses import bracket_host
 from router.http_client import FetchError
 
-log = logging.getLogger("router")
-
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LIST_S_MAX = 30
 WATCH_S = 300
 """Time after which the server ends a watch; the next one continues from its last version."""
 POOL_S = 10.0
 """Time between two requests for what a pool selects."""
-RETRY_S, RETRY_S_MAX = 1.0, 30.0
+SHORT_WATCH_S = 1.0
+"""A watch that the server ends sooner is followed by a pause as long as this."""
 _SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
 EndpointReadiness = dict[str, bool]
@@ -81,7 +79,10 @@ class KubernetesSource:
 
 
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
-    """Call `update` with all addresses at first and after each change. Raises ConfigError if there is no API."""
+    """Call `update` with all addresses at first and after each change.
+
+    Raises FetchError when the API fails, and ConfigError if there is none.
+    """
     from kubernetes_asyncio import client, config  # an optional package, which the configuration has checked
 
     configuration = client.Configuration()
@@ -111,19 +112,16 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
     try:
         while True:
             old_selection = selection
-            try:
-                async with _get_response(api, pool_path, {}, LIST_S_MAX) as response:
-                    selection = read_pool(msgspec.json.decode(await response.read()))
-            except FetchError as error:
-                log.warning("pool %s: %s; its workers stay as they are", source.name, error)
-            if selection is not None and selection != old_selection:
+            async with _get_response(api, pool_path, {}, LIST_S_MAX) as response:
+                selection = read_pool(msgspec.json.decode(await response.read()))
+            if pods_watch is None or selection != old_selection:
                 if pods_watch is not None:
                     pods_watch.cancel()
                 ports = selection.ports if source.port is None else (int(source.port),)
                 read = partial(read_pod, ports=ports)
                 pods_watch = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
-            await asyncio.sleep(POOL_S)
-            if pods_watch is not None and pods_watch.done():
+            await asyncio.wait({pods_watch}, timeout=POOL_S)
+            if pods_watch.done():
                 pods_watch.result()  # raises the error that ended the watch
     finally:
         if pods_watch is not None:
@@ -133,24 +131,14 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
 async def _follow_objects(
     api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
 ) -> None:
-    """Call `update` with the addresses of all objects that match `labels` after each change, until cancelled.
+    """Call `update` with the addresses of all objects that match `labels` after each change, until the API fails.
 
-    After a failure of the API, all objects are listed again. `path`: kind and namespace of the objects, as a path in
-    the API. `labels`: label selector. `read`: returns the addresses of one object.
+    `path`: kind and namespace of the objects, as a path in the API. `labels`: label selector. `read`: returns the
+    addresses of one object. Raises FetchError.
     """
-    pause_s = RETRY_S
-    while True:
-        start_s = time.monotonic()
-        try:
-            async with aclosing(_watch_objects(api, path, labels, read)) as changes:
-                async for addresses in changes:
-                    update(addresses)
-        except FetchError as error:
-            if time.monotonic() - start_s > RETRY_S_MAX:
-                pause_s = RETRY_S  # the watch worked for a while
-            log.warning("%s: %s; the workers stay as they are; next try in %g s", path, error, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
+    async with aclosing(_watch_objects(api, path, labels, read)) as changes:
+        async for addresses in changes:
+            update(addresses)
 
 
 async def _watch_objects(
@@ -175,13 +163,13 @@ async def _watch_objects(
             while line := await response.content.readline():
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
-                    raise FetchError(f"the watch ended: {str(event['object'])[:200]}")
+                    raise FetchError(f"{path}: the watch ended: {str(event['object'])[:200]}")
                 version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK" and _apply_event(event, readiness_by_uid, read):
                     yield merge_addresses(readiness_by_uid.values())
                 await asyncio.sleep(0)  # many events may come at once, so let other tasks run
-        if time.monotonic() - watch_start_s < RETRY_S:  # a server that ends each watch at once
-            await asyncio.sleep(RETRY_S)
+        if time.monotonic() - watch_start_s < SHORT_WATCH_S:  # a server that ends each watch at once
+            await asyncio.sleep(SHORT_WATCH_S)
 
 
 def _apply_event(
@@ -274,12 +262,12 @@ async def _get_response(
         )  # fmt: skip
         try:
             if response.status != 200:
-                raise FetchError(f"the API answers {response.status}")
+                raise FetchError(f"{path}: the API answers {response.status}")
             yield response
         finally:
             response.close()
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError, *_UNREADABLE) as error:
-        raise FetchError(f"{type(error).__name__}: {error}") from error
+        raise FetchError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def _read_own_namespace() -> str:

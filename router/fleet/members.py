@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ TRAFFIC_ONLY_RECOVERY = frozenset(
 """Reasons for which a worker is broken although its `/health` may answer; only a successful request ends them."""
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
-"""Longest pause after a fault of the router in a worker's task; it doubles from RESTART_S on."""
+"""Longest pause of `run_forever`; the pause doubles from RESTART_S on."""
 DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
 """Shortest time between two searches for unknown models: the longer of a fixed one and one for each worker."""
 DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
@@ -79,8 +80,6 @@ class _PollTimes:
     """Pause between two such requests to other routers."""
     starting_pause_s: float = 0.0
     """Pause between two probes until the worker is reached."""
-    fault_pause_s: float = 0.0
-    """Pause after an error of the router's own in the worker's task."""
 
 
 @dataclass(slots=True)
@@ -203,7 +202,8 @@ class Fleet:
                 self._tokenizers.remove_worker(existing.flag.url)
             member.readiness = existing.readiness
         self._members[flag.worker_id] = member
-        member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
+        following = run_forever(partial(self._follow_worker, member), partial(self._record_fault, member))
+        member.task = asyncio.get_running_loop().create_task(following)
 
     def _record_problem(self, member: _Member, problem: str) -> None:
         """Count a failed check or probe of a worker, and keep the reason for `/workers`."""
@@ -310,17 +310,17 @@ class Fleet:
     def follow_file(self, path: Path) -> None:
         """Add the workers in a file of `--worker` lines, and follow its changes. Raises ConfigError."""
         self._update_origin("file", read_workers_file(path))
-        self._spawn(self._watch_forever(lambda: watch_file(path, partial(self._update_origin, "file"))))
+        self._spawn(run_forever(lambda: watch_file(path, partial(self._update_origin, "file")), _report_list_error))
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
         update = partial(self._update_origin, f"dns {flag.url}")
-        self._spawn(self._watch_forever(lambda: watch_host_name(flag, self._config.names_s, update)))
+        self._spawn(run_forever(lambda: watch_host_name(flag, self._config.names_s, update), _report_list_error))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Add the endpoints of a Service or InferencePool, and follow changes. Unready ones get no new requests."""
         apply_endpoints = partial(self._apply_endpoints, str(source))
-        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
+        self._spawn(run_forever(lambda: watch_kubernetes(source, apply_endpoints), _report_list_error))
 
     def _apply_endpoints(self, origin: str, is_ready_by_address: Mapping[str, bool]) -> None:
         """Add and remove workers so that they are the endpoints that Kubernetes lists; drain those that are not ready.
@@ -363,19 +363,6 @@ class Fleet:
             instructions = self._core.set_draining(worker_id, self._now(), is_draining=must_drain)
             self._perform(instructions)
 
-    async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Call `watch` again and again, with a pause after each time it ends or fails."""
-        pause_s = 0.0
-        while True:
-            try:
-                await watch()
-            except ConfigError as error:
-                log.error("%s; it is tried again", error)
-            except Exception:
-                log.exception("a list of workers could not be followed; it is looked at again")
-            pause_s = _next_pause(pause_s, RESTART_S, RESTART_S_MAX)
-            await asyncio.sleep(pause_s)
-
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
         listed_ids = {flag.worker_id for flag in flags}
@@ -401,19 +388,12 @@ class Fleet:
         task.add_done_callback(_report_crash)
         return task
 
-    async def _watch_worker(self, member: _Member) -> None:
-        """Follow a worker until the task is cancelled. After a fault of the router, begin anew after a pause."""
-        while True:
-            try:
-                await self._follow_worker(member)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
-                if reason != member.problem:
-                    log.exception("worker %s cannot be followed: %s", member.flag.worker_id, reason)
-                self._record_problem(member, reason)
-                times = member.poll_times
-                times.fault_pause_s = _next_pause(times.fault_pause_s, RESTART_S, RESTART_S_MAX)
-                await asyncio.sleep(times.fault_pause_s)
+    def _record_fault(self, member: _Member, error: Exception) -> None:
+        """Record a fault of the router that ended the task of a worker, and log it if it is a new one."""
+        reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        if reason != member.problem:
+            log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
+        self._record_problem(member, reason)
 
     async def _follow_worker(self, member: _Member) -> None:
         """Probe a worker until it answers, then check it again and again."""
@@ -559,7 +539,6 @@ class Fleet:
         member.facts = facts
         if facts.is_asleep is not None:
             self._set_asleep(member, is_asleep=facts.is_asleep)
-        member.poll_times.fault_pause_s = 0.0
         return True
 
     async def _fetch_snapshots(self, facts: WorkerFacts) -> Mapping[int, PeerSnapshot]:
@@ -707,6 +686,30 @@ async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, _Result]) 
     finally:
         task.cancel()
     return task.result() if task.done() else None
+
+
+async def run_forever(work: Callable[[], Coroutine[Any, Any, None]], report_error: Callable[[Exception], None]) -> None:
+    """Call `work` again and again, with a pause after each time it ends or raises an error, which is reported.
+
+    The pause doubles, unless the work went well for RESTART_S_MAX.
+    """
+    pause_s = 0.0
+    while True:
+        started_s = time.monotonic()
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001  a boundary
+            report_error(error)
+        if time.monotonic() - started_s > RESTART_S_MAX:
+            pause_s = 0.0
+        pause_s = _next_pause(pause_s, RESTART_S, RESTART_S_MAX)
+        await asyncio.sleep(pause_s)
+
+
+def _report_list_error(error: Exception) -> None:
+    """Log why a list of workers is followed no more; it will be tried again."""
+    is_fault = not isinstance(error, (ConfigError, FetchError))
+    log.error("%s; the workers stay as they are, and it is tried again", error, exc_info=error if is_fault else None)
 
 
 def _next_pause(pause_s: float, first_s: float, max_s: float) -> float:

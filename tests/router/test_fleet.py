@@ -42,6 +42,7 @@ from router.fleet.members import (
     Fleet,
     _find_checkpoints,
     _Member,
+    _next_pause,
     compute_max_blocks,
 )
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
@@ -199,13 +200,20 @@ class FailingProber:
 def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
     monkeypatch.setattr("router.fleet.members.RESTART_S_MAX", 0.004)
+    pauses_s: list[float] = []
+
+    def record_pause(pause_s: float, first_s: float, max_s: float) -> float:
+        pauses_s.append(_next_pause(pause_s, first_s, max_s))
+        return pauses_s[-1]
+
+    monkeypatch.setattr("router.fleet.members._next_pause", record_pause)
 
     async def run() -> None:
         fleet = fleet_of(FailingProber())
         await fleet.add({"url": "http://h:1"})
         while fleet.failed_checks["h:1"] < 5:
             await asyncio.sleep(0.001)
-        assert fleet._members["h:1"].poll_times.fault_pause_s == 0.004
+        assert pauses_s[:4] == [0.001, 0.002, 0.004, 0.004]
         assert "a number of the worker's" in fleet.list_starting_reasons()["h:1"]
         await fleet.close()
 
@@ -658,7 +666,7 @@ def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(m
 
             fleet._prober.check_health = fail_once  # type: ignore[method-assign]
             fleet.check_soon(name)
-            await wait_until(lambda: fleet._members[name].poll_times.fault_pause_s)
+            await wait_until(lambda: "OverflowError" in fleet._members[name].problem)
             await asyncio.sleep(0.1)
             assert page.request_counts["/v1/models"] < 5
             fleet.check_soon(name)

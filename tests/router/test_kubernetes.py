@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from options import ConfigError
-from router.fleet import kubernetes
+from router.fleet import kubernetes, members
 from router.fleet.kubernetes import (
     EndpointReadiness,
     KubernetesSource,
@@ -23,6 +23,8 @@ from router.fleet.kubernetes import (
     read_slice,
     watch_kubernetes,
 )
+from router.fleet.members import run_forever
+from router.http_client import FetchError
 
 if sys.version_info >= (3, 11):
     import kmock
@@ -157,14 +159,20 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
             monkeypatch.setattr("kubernetes_asyncio.config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
             monkeypatch.setattr("kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
             watched_server = WatchedServer(server)
-            task = asyncio.create_task(watch_kubernetes(KubernetesSource.parse(source), watched_server.updates.append))
+            errors: list[Exception] = []
+            parsed_source = KubernetesSource.parse(source)
+            task = asyncio.create_task(
+                run_forever(lambda: watch_kubernetes(parsed_source, watched_server.updates.append), errors.append)
+            )
             try:
                 await asyncio.wait_for(scenario(watched_server), 20)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+            assert all(isinstance(error, FetchError) for error in errors), errors
 
-    monkeypatch.setattr(kubernetes, "RETRY_S", 0.05)
+    monkeypatch.setattr(members, "RESTART_S", 0.05)
+    monkeypatch.setattr(kubernetes, "SHORT_WATCH_S", 0.05)
     monkeypatch.setattr(kubernetes, "POOL_S", 0.1)
     asyncio.run(run())
 
