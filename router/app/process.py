@@ -29,12 +29,12 @@ from router.app.request_pipeline import RequestPipeline
 from router.app.server import FORWARDED_PATHS, RouterApp
 from router.app.shutdown import Shutdown
 from router.app.system import (
-    HeapTrimmer,
-    collect_old_objects,
+    TRIM_S,
     compute_connections_max,
     compute_worker_requests_max,
     describe_missing_files,
     limit_garbage_collection,
+    make_heap_trimmer,
 )
 from router.app.timers import Timers
 from router.app.tracing import Tracing
@@ -198,14 +198,13 @@ class RouterProcess:
             proxy.sweep,
             proxy.pool.close_idle,
             pipeline.worker_pool.close_idle,
-            HeapTrimmer(pipeline.executor).tick,
             self._dashboard.tick,
             cluster.sweep,
-            lambda _: collect_old_objects(is_idle=not proxy.exchanges),
         )
         sweep_s = self._config.edge.timeouts.sweep_s
         for step in slow_steps:
             timers.add("sweep", step, sweep_s)
+        timers.add("sweep", make_heap_trimmer(pipeline.executor), TRIM_S)
         timers.add("listener", self._expire_connections, sweep_s)
         return timers
 

@@ -10,66 +10,46 @@ from concurrent.futures import Executor
 
 import zmq
 
-from options.system import read_resident_bytes
-
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 4 << 20
 """Size from which memory has a mapping of its own (M_MMAP_THRESHOLD of mallopt). A new mapping is slow, and
 conversations of a megabyte come again and again."""
 _TRIM_THRESHOLD, _HEAP_END_BYTES = -1, 8 << 20
-"""Free bytes at the end of the heap that are kept until `HeapTrimmer` returns them (M_TRIM_THRESHOLD)."""
+"""Free bytes at the end of the heap that are kept until the heap is trimmed (M_TRIM_THRESHOLD)."""
 FILES_PER_STREAM, OTHER_FILES = 4, 200
 """File descriptors of an event stream, and of all else. A replay or another rank takes as many as a stream."""
 TRIM_S = 30.0
 """Time between two trims of the heap. One that found nothing in a heap of 700 MB took a thread 24 ms."""
-NOTABLE_BYTES = 4 << 20
-"""Least growth of the process's resident memory for which `HeapTrimmer` trims."""
-YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD = 1_000, 3
-"""New objects until a young collection, and young collections until a middle one. Collecting 50,000 objects took 20 to
-60 ms."""
-OLD_IDLE, OLD_BUSY = 60, 300
-"""Middle collections, each of some 5,000 objects, until a full one: while the router is idle, and while it is busy."""
+COLLECTION_THRESHOLDS = 1_000, 3, 300
+"""New objects until a young collection, young collections until a middle one, and middle ones until a full one.
+
+Collecting 50,000 objects took 20 to 60 ms. Only removed workers and broken answers leave cycles, so full ones are rare.
+"""
 
 
-class HeapTrimmer:
-    """Returns freed memory to the operating system, because glibc's malloc keeps it after a burst of large requests.
+def make_heap_trimmer(executor: Executor) -> Callable[[float], None]:
+    """Configure malloc, and return a function to call every TRIM_S: it returns freed memory to the operating system.
 
-    While the process is larger than it once was, a thread trims its heap every TRIM_S. With another C library nothing
-    is done.
+    glibc's malloc keeps memory after a burst of large requests. With another C library nothing is done. `executor`:
+    runs the trims in a thread.
     """
+    c_library = ctypes.CDLL(None)
+    malloc_trim: Callable[[int], int] | None = getattr(c_library, "malloc_trim", None)
+    if malloc_trim is None:
+        return lambda now: None
+    c_library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
+    c_library.mallopt(_TRIM_THRESHOLD, _HEAP_END_BYTES)
 
-    def __init__(self, executor: Executor) -> None:
-        """Configure malloc. `executor`: runs the trims in a thread."""
-        self._executor = executor
-        c_library = ctypes.CDLL(None)
-        self._trim: Callable[[int], int] | None = getattr(c_library, "malloc_trim", None)
-        if self._trim is not None:
-            c_library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
-            c_library.mallopt(_TRIM_THRESHOLD, _HEAP_END_BYTES)
-        self._smallest_resident_bytes = read_resident_bytes()
-        self._next_check_at_s = 0.0
+    def trim(now: float) -> None:
+        executor.submit(malloc_trim, 0)
 
-    def tick(self, now: float) -> None:
-        """Check every TRIM_S whether the process has grown, and trim its heap in a thread then. Call often."""
-        if self._trim is None or now < self._next_check_at_s:
-            return
-        self._next_check_at_s = now + TRIM_S
-        resident_bytes = read_resident_bytes()
-        self._smallest_resident_bytes = min(self._smallest_resident_bytes, resident_bytes)
-        if resident_bytes > self._smallest_resident_bytes + NOTABLE_BYTES:
-            self._executor.submit(self._trim, 0)
+    return trim
 
 
 def limit_garbage_collection() -> None:
-    """Exclude the objects of the start from garbage collection, and limit each automatic collection to a few ms."""
+    """Exclude the objects of the start from garbage collection, and limit most collections to a few ms."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD, 2**31 - 1)
-
-
-def collect_old_objects(*, is_idle: bool) -> None:
-    """Make a full collection when it is time: rarely, as it is slow, and sooner while the router is idle."""
-    if gc.get_count()[2] >= (OLD_IDLE if is_idle else OLD_BUSY):
-        gc.collect()
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
 
 
 def compute_streams_max(limit: int) -> int:

@@ -380,18 +380,16 @@ def test_long_names_are_cut() -> None:
 HEAP = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from router.app.system import TRIM_S, HeapTrimmer, read_resident_bytes
+from options.system import read_resident_bytes
+from router.app.system import make_heap_trimmer
 before = read_resident_bytes()
 with ThreadPoolExecutor(1) as threads:
-    heap = HeapTrimmer(threads)
+    trim = make_heap_trimmer(threads)
     pieces = [bytes(5000) for _ in range(20_000)]
     last = bytes(5000)
-    heap.tick(100.0)
-    threads.submit(int).result()
     del pieces
     kept = read_resident_bytes()
-    heap.tick(100.1)  # too early to look again
-    heap.tick(100.2 + TRIM_S)
+    trim(100.0)
 print(before, kept, read_resident_bytes())
 """
 
