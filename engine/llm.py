@@ -25,7 +25,7 @@ from engine.protocol.generation import make_sample_requests
 from engine.protocol.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.protocol.parsed_request import build_constraint
 from engine.structured_output.constraint_check import check_constraint
-from engine.types import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from engine.types import Constraint, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, field_error
@@ -236,11 +236,12 @@ class LLM:
         if params.structured_outputs is None:
             return params
         completion_request = CompletionRequest(prompt="", structured_outputs=params.structured_outputs)
-        constraint = build_constraint(completion_request, self._tokenizer, self._limits)
-        if constraint is not None:
-            assert self._engine is not None
-            assert self._engine.grammars is not None
-            constraint = check_constraint(self._engine.grammars.vocabulary, constraint)
+        requested = build_constraint(completion_request, self._limits)
+        assert requested is not None
+        assert self._engine is not None
+        assert self._engine.grammars is not None
+        lark = check_constraint(self._engine.grammars.vocabulary, requested)
+        constraint = Constraint(lark, requested.param)
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(self, jobs: list[_PromptJob], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

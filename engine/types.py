@@ -96,8 +96,6 @@ class Constraint(msgspec.Struct, frozen=True):
     """The grammar in llguidance's dialect of Lark."""
     param: str
     """Field of the request that asks for the constraint, for errors."""
-    source_json: bytes = b""
-    """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
     reasoning_start_token: TokenIdField | None = None
     """First token of an answer that begins with reasoning; None: the prompt begins the reasoning, or there is none."""
     reasoning_end_token: TokenIdField | None = None

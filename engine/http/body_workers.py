@@ -20,6 +20,7 @@ import msgspec
 
 from engine.grammars import GrammarVocabulary
 from engine.protocol.params import ModelLimits
+from engine.structured_output.constraint import RequestedConstraint
 from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer, field_error
@@ -45,7 +46,6 @@ PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
 """Most memory of a process that parses bodies."""
-GRAMMAR_CHARS_MAX = 1 << 20
 GRAMMAR_CPU_S_MAX = 2
 """CPU time of the process that checks a grammar."""
 GRAMMAR_S_MAX = 60.0
@@ -98,7 +98,7 @@ class BodyReader:
         )
         self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked_grammars: OrderedDict[bytes, bytes] = OrderedDict()
-        """Digest of a grammar -> UTF-8 of the checked grammar, in the form that the core compiles."""
+        """Digest of a format -> UTF-8 of its checked grammar, in the form that the core compiles."""
         self._checked_bytes = 0
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0, tenant: str = "") -> T:
@@ -139,20 +139,20 @@ class BodyReader:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may") from error
 
-    async def check(self, constraint: Constraint, tenant: str = "") -> Constraint:
-        """Return the constraint with a checked grammar. Raises RequestError if it does not compile, or not in time.
+    async def check(self, requested: RequestedConstraint, tenant: str = "") -> Constraint:
+        """Return the checked grammar of a requested format. Raises RequestError if it does not compile, or not in time.
 
         `tenant`: client, which takes turns with other clients.
         """
-        digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
+        digest = blake2b(msgspec.json.encode(requested.format), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
-            checked_constraint = await finish_uncancelled(self._check_in_process(constraint, tenant))
-            lark = checked_constraint.lark_grammar.encode()
+            lark = (await finish_uncancelled(self._check_in_process(requested, tenant))).encode()
             self._remember_check(digest, lark)
         else:
             self._checked_grammars.move_to_end(digest)
-        return msgspec.structs.replace(constraint, lark_grammar=lark.decode(), source_json=b"")
+        start_token, end_token = requested.reasoning_start_token, requested.reasoning_end_token
+        return Constraint(lark.decode(), requested.param, start_token, end_token)
 
     def _remember_check(self, digest: bytes, lark: bytes) -> None:
         """Remember a checked grammar, and forget those that were used longest ago to make room."""
@@ -162,22 +162,19 @@ class BodyReader:
             _, oldest_lark = self._checked_grammars.popitem(last=False)
             self._checked_bytes -= len(oldest_lark)
 
-    async def _check_in_process(self, constraint: Constraint, tenant: str) -> Constraint:
-        """Compile the grammar of a structured output in another process, with limits on time and memory.
+    async def _check_in_process(self, requested: RequestedConstraint, tenant: str) -> str:
+        """Write and compile the grammar of a structured output in another process, with limits on time and memory.
 
-        Returns the constraint with its checked grammar. Raises RequestError if the grammar is invalid or too expensive.
+        Returns the checked grammar. Raises RequestError if the format is invalid or too expensive.
         """
-        char_count = len(constraint.lark_grammar)
-        if char_count > GRAMMAR_CHARS_MAX:
-            raise field_error(constraint.param, f"too long, expected at most {GRAMMAR_CHARS_MAX} characters")
         try:
-            checked_constraint: Constraint = await self._compiler_pool.run(
-                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint), tenant
+            lark: str = await self._compiler_pool.run(
+                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, requested), tenant
             )
         except WorkerProcessError as error:
-            log.warning("a grammar of %d characters could not be compiled: %s", char_count, error)
-            raise field_error(constraint.param, "takes more time or memory to compile than it may") from error
-        return checked_constraint
+            log.warning("the grammar of %s could not be compiled: %s", requested.param, error)
+            raise field_error(requested.param, "takes more time or memory to compile than it may") from error
+        return lark
 
     def close(self) -> None:
         self._process_pool.close()
@@ -208,10 +205,10 @@ def _load_vocabulary(folder: str, vocab_size: int) -> GrammarVocabulary:
     return GrammarVocabulary(Tokenizer.load(folder, with_fast_encoder=False), vocab_size)
 
 
-def _check_with_time_limit(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
+def _check_with_time_limit(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # its signal has no handler and ends the process
     try:
-        return check_constraint(vocabulary, constraint)
+        return check_constraint(vocabulary, requested)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

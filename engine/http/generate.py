@@ -104,9 +104,13 @@ async def _generate(
     other inputs of `parse`.
     """
     state = request.app[STATE]
+    tenant = state.get_tenant(request)
     body = await state.read_body(request)
     with state.reserve_admission():  # a request that is being parsed counts as waiting until it is submitted
-        parsed_request = await _parse_body(state, request, parse, body, extra_bytes)
+        parsed_request = await state.reader.read(parse, body, extra_bytes=extra_bytes, tenant=tenant)
+        state.check_model(parsed_request.body.model)
+        requested = parsed_request.constraint
+        constraint = None if requested is None else await state.reader.check(requested, tenant)
         generation = make_generation(
             parsed_request,
             id=id_prefix + _choose_answer_id(request, parsed_request, id_prefix),
@@ -114,24 +118,12 @@ async def _generate(
             model=parsed_request.body.model or state.model_names[0],
             limits=state.limits,
             factory=state.detokenizer_factory,
+            constraint=constraint,
             kv_source=state.check_kv_source(parsed_request.kv_source),
         )
         formatter = _make_formatter(state, parsed_request, generation)
         stream = state.submit(generation.requests)
     return await _respond(state, request, generation, stream, formatter)
-
-
-async def _parse_body(
-    state: ServerState, request: web.Request, parse: BodyParser[ParsedRequest], data: bytes, extra_bytes: int
-) -> ParsedRequest:
-    """Parse a body, check its model, and build the grammar of its constraint. Raises RequestError."""
-    tenant = state.get_tenant(request)
-    parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes, tenant=tenant)
-    state.check_model(parsed_request.body.model)
-    if parsed_request.constraint is None:
-        return parsed_request
-    constraint = await state.reader.check(parsed_request.constraint, tenant)
-    return msgspec.structs.replace(parsed_request, constraint=constraint)
 
 
 def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generation: Generation) -> ResponseFormatter:

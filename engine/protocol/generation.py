@@ -16,7 +16,7 @@ from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
 from engine.protocol.parsed_request import ParsedRequest
-from engine.types import KVSource, Request, SamplingParams
+from engine.types import Constraint, KVSource, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
 
@@ -85,17 +85,19 @@ def make_generation(
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
+    constraint: Constraint | None = None,
     kv_source: KVSource | None = None,
 ) -> Generation:
     """Create the state of an HTTP request: the engine's requests, and a choice for each answer. Raises RequestError.
 
-    `id`: id that the client sees. `request_prefix`: prefix that makes the engine's request ids unique. `kv_source`:
-    engine from which cached blocks of the prompts may be fetched.
+    `id`: id that the client sees. `request_prefix`: prefix that makes the engine's request ids unique. `constraint`:
+    checked grammar of the format that the answers must match. `kv_source`: engine from which cached blocks of the
+    prompts may be fetched.
     """
     body, prompts = parsed_request.body, parsed_request.prompts
     # If a router moved a request here, its prompt ends with the tokens that another engine has already generated.
     answered_tokens = read_answered_tokens(body, prompts)
-    requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, kv_source)
+    requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, constraint, kv_source)
     choices = [
         Choice(
             index,
@@ -125,7 +127,12 @@ def make_generation(
 
 
 def _make_requests(
-    parsed_request: ParsedRequest, answered_tokens: int, id_prefix: str, limits: ModelLimits, kv_source: KVSource | None
+    parsed_request: ParsedRequest,
+    answered_tokens: int,
+    id_prefix: str,
+    limits: ModelLimits,
+    constraint: Constraint | None,
+    kv_source: KVSource | None,
 ) -> list[Request]:
     """Return the engine's requests for all answers to all prompts of an HTTP request. Raises RequestError.
 
@@ -138,7 +145,7 @@ def _make_requests(
         request = Request(
             request_id=id_prefix,
             token_ids=prompt,
-            params=make_sampling_params(body, limits, prompt_len, parsed_request.constraint),
+            params=make_sampling_params(body, limits, prompt_len, constraint),
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
             resumed_output_len=answered_tokens,

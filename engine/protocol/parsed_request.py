@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from engine.grammars import read_added_tokens
 from engine.output.choice import PLAIN_TEXT_CONFIG
 from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reasoning_end_token, initial_reasoning_state
 from engine.output.parser import OutputParserConfig
@@ -20,13 +19,12 @@ from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.support import check_supported, refuse_media
 from engine.structured_output.constraint import (
+    RequestedConstraint,
     is_call_required,
     make_scripted_constraint,
     names_function,
     parse_requested_constraint,
 )
-from engine.structured_output.lark import write_lark
-from engine.types import Constraint
 from prompts import (
     ChatRequest,
     CompletionRequest,
@@ -92,8 +90,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """Text of each prompt if a completion echoes its prompts; otherwise empty strings. No strings for a chat."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
     """How reasoning and tool calls are found in the generated text."""
-    constraint: Constraint | None = None
-    """Grammar that the answer must follow, not compiled yet; None: any answer is allowed."""
+    constraint: RequestedConstraint | None = None
+    """Format that the answer must match; None: any answer is allowed."""
     response_context: ResponseContext | None = None
     """Fields of a `/v1/responses` request that its answer needs; None for other APIs."""
     is_prompt_only: bool = False
@@ -252,7 +250,7 @@ def _read_chat_body(
     parser_config = make_parser_config(body, prompt_text, limits)
     reasoning_ids = reasoning_token_ids(parser_config, tokenizer)
     grammar_tools = {name: tool for name, tool in tools.items() if tool.syntax is not None}
-    constraint = build_constraint(body, tokenizer, limits, reasoning_ids, grammar_tools)
+    constraint = build_constraint(body, limits, reasoning_ids, grammar_tools)
     return ParsedRequest(
         body=_strip_large_fields(body, messages=[_keep_answered_fields(body)]),
         prompts=[prompt],
@@ -285,15 +283,15 @@ def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tup
 
 def build_constraint(
     body: ChatRequest | CompletionRequest,
-    tokenizer: Tokenizer,
     limits: ModelLimits,
     reasoning_ids: tuple[int | None, int | None] = (None, None),
     grammar_tools: Mapping[str, ClientTool] = MappingProxyType({}),
-) -> Constraint | None:
-    """Return the grammar that the answer to a request must follow; None if any answer is allowed. Raises RequestError.
+) -> RequestedConstraint | None:
+    """Return the format that the answer to a request must match; None if any answer is allowed. Raises RequestError.
 
-    It comes from a requested format, such as a JSON schema, from tools, or from a simulation's script. `reasoning_ids`:
-    tokens that open and end reasoning, which is not constrained. `grammar_tools`: custom tools with a grammar, by name.
+    It is a requested format, such as a JSON schema, or comes from tools, or from a simulation's script.
+    `reasoning_ids`: tokens that open and end reasoning, which is not constrained. `grammar_tools`: custom tools with a
+    grammar, by name.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammar_tools)
     allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
@@ -304,8 +302,7 @@ def build_constraint(
         return None
     if limits.constraint_refusal is not None:
         raise field_error(requested.param, limits.constraint_refusal)
-    lark = write_lark(requested, read_added_tokens(tokenizer))
-    return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
+    return RequestedConstraint(requested.param, requested.format, *reasoning_ids)
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
@@ -377,7 +374,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
         body=_strip_large_fields(body, prompt=""),
         prompts=prompts,
         prompt_texts=prompt_texts,
-        constraint=build_constraint(body, tokenizer, limits),
+        constraint=build_constraint(body, limits),
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
     )
 

@@ -27,10 +27,14 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class RequestedConstraint(msgspec.Struct, frozen=True):
-    """Format that an answer must match, and the field that asks for it."""
+    """Format that an answer must match, and the field that asks for it. A grammar is written from it later."""
 
     param: str
     format: Format
+    reasoning_start_token: int | None = None
+    """First token of an answer that begins with reasoning; None: the prompt begins the reasoning, or there is none."""
+    reasoning_end_token: int | None = None
+    """Token that ends the reasoning, which is not constrained; None: there is no reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

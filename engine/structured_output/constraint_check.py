@@ -5,44 +5,41 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-import msgspec
-
 from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
 from engine.output.schema_types import get_definitions
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.lark import write_lark
-from engine.types import Constraint
 from prompts import field_error
 
+GRAMMAR_CHARS_MAX: Final = 1 << 20
 LOOSEN_CPU_S_MAX: Final = 0.8
 """CPU time for loosening the schemas of one request property by property; after it, they allow any object."""
 
 
-def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
-    """Compile the grammar of a structured output, and return the constraint with a grammar that compiles.
+def check_constraint(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
+    """Return the grammar in Lark of a structured output, which compiles. Raises RequestError if there is none.
 
-    If the grammar does not compile, schemas of tools that are not strict are loosened. Raises RequestError if that does
-    not help. Compiling may crash or take long, so call this in a process that may be killed.
+    If the grammar does not compile, schemas of tools that are not strict are loosened. Writing and compiling may crash
+    or take long, so call this in a process that may be killed.
     """
     try:
         try:
-            lark = check_grammar(vocabulary, constraint.lark_grammar)
+            return _check_format(vocabulary, requested)
         except GrammarError:
-            if not constraint.source_json:
-                raise
-            lark = check_grammar(vocabulary, _write_loosened_lark(vocabulary, constraint))
+            format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
+            return _check_format(vocabulary, RequestedConstraint(requested.param, format))
     except GrammarError as error:
-        raise field_error(constraint.param, str(error)) from error
+        raise field_error(requested.param, str(error)) from error
     except RecursionError as error:
-        raise field_error(constraint.param, "schemas too deep in each other") from error
-    return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
+        raise field_error(requested.param, "schemas too deep in each other") from error
 
 
-def _write_loosened_lark(vocabulary: GrammarVocabulary, constraint: Constraint) -> str:
-    """Return the grammar of a constraint in which tools' faulty schemas are replaced. Raises RequestError."""
-    requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
-    format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
-    return write_lark(RequestedConstraint(requested.param, format), vocabulary.added_tokens)
+def _check_format(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
+    """Write the grammar of a format, and compile it. Return it in Lark. Raises GrammarError, RequestError."""
+    grammar_text = write_lark(requested, vocabulary.added_tokens)
+    if len(grammar_text) > GRAMMAR_CHARS_MAX:
+        raise field_error(requested.param, f"too long, expected at most {GRAMMAR_CHARS_MAX} characters")
+    return check_grammar(vocabulary, grammar_text)
 
 
 class _SchemaLoosener:

@@ -27,8 +27,8 @@ from engine.protocol.parsed_request import (
     read_response,
 )
 from engine.protocol.tokenize import read_detokenize, read_tokenize
+from engine.structured_output.constraint import RequestedConstraint
 from engine.tiny.model import Recipe, cached_model
-from engine.types import Constraint
 from prompts import ChatTemplate, RequestError, Tokenizer
 
 LIMITS = ModelLimits(max_model_len=50_000, vocab_size=2048)
@@ -139,6 +139,10 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
     with_reader(use)
 
 
+def make_grammar(lark: str) -> RequestedConstraint:
+    return RequestedConstraint("x", {"type": "grammar", "grammar": lark})
+
+
 def test_clients_take_turns_at_the_processes(odd: Any, monkeypatch: Any) -> None:
     """One client's hundred large bodies, or slow grammars, kept all others waiting."""
     monkeypatch.setattr(body_workers, "PROCESS_COUNT", 1)  # so that bodies end in the order in which they begin
@@ -151,7 +155,7 @@ def test_clients_take_turns_at_the_processes(odd: Any, monkeypatch: Any) -> None
             finished.append(tenant)
 
         async def check(tenant: str, number: int) -> None:
-            await reader.check(Constraint(f'start: "{number}"', "x"), tenant)
+            await reader.check(make_grammar(f'start: "{number}"'), tenant)
             finished.append(tenant)
 
         await asyncio.gather(*[read("greedy") for _ in range(12)], read("other"))
@@ -168,24 +172,46 @@ def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
     monkeypatch.setattr(body_workers, "CHECKED_BYTES_MAX", 1_000)
     checked_numbers: list[str] = []
 
-    async def check_in_process(reader: BodyReader, constraint: Constraint, tenant: str) -> Constraint:
-        checked_numbers.append(constraint.lark_grammar[:1])
-        return constraint
+    async def check_in_process(reader: BodyReader, requested: RequestedConstraint, tenant: str) -> str:
+        grammar: str = requested.format["grammar"]
+        checked_numbers.append(grammar[:1])
+        return grammar
 
     monkeypatch.setattr(BodyReader, "_check_in_process", check_in_process)
 
     async def use(reader: BodyReader) -> None:
         for number in "012130":
-            await reader.check(Constraint(number + "🙂" * 75, "x"))
+            await reader.check(make_grammar(number + "🙂" * 75))
         assert sum(map(len, reader._checked_grammars.values())) == reader._checked_bytes == 903
-        results = await asyncio.gather(*[reader.check(Constraint("4" + "🙂" * 75, "x")) for _ in range(3)])
+        results = await asyncio.gather(*[reader.check(make_grammar("4" + "🙂" * 75)) for _ in range(3)])
         assert {result.lark_grammar for result in results} == {"4" + "🙂" * 75}
         assert len(reader._checked_grammars) == 3
-        await reader.check(Constraint("5" * 2_000, "x"))
+        await reader.check(make_grammar("5" * 2_000))
         assert not reader._checked_grammars
 
     with_reader(use)
     assert "".join(checked_numbers[:5]) == "01230"
+
+
+@pytest.mark.parametrize("calls", ["qwen3_coder", "pythonic"])
+def test_a_schema_of_which_no_grammar_can_be_written_costs_its_request_alone(calls: str) -> None:
+    """Its grammar was written on the event loop, in 2^64 steps."""
+    node = {"anyOf": [{"$ref": "#/$defs/node"}] * 2 + [{"type": "string"}]}
+    parameters = {"$defs": {"node": node}, "properties": {"a": {"$ref": "#/$defs/node"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    limits = ModelLimits(max_model_len=1000, vocab_size=2048, call_format=calls)
+
+    async def use(reader: BodyReader) -> None:
+        requested = read_chat(json.dumps(body).encode(), tokenizer, limits).constraint
+        assert requested is not None
+        with pytest.raises(RequestError, match="takes more time or memory") as error_info:
+            await reader.check(requested)
+        assert (error_info.value.status, error_info.value.param) == (400, "tool_choice")
+        assert (await reader.check(make_grammar('start: "a"'))).lark_grammar == 'start: "a"'
+
+    with_reader(use)
 
 
 def test_a_client_is_known_by_its_key_or_else_by_its_address() -> None:

@@ -10,10 +10,13 @@ import pytest
 from call_formats import EXAMPLES
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.grammars import GrammarVocabulary, read_added_tokens
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint, read_response
 from engine.structured_output.constraint import MARKUPS
+from engine.structured_output.constraint_check import check_constraint
 from engine.structured_output.escaped_lark import DEFINITION_CHARS_MAX, UnsupportedGrammar, escape_grammar
+from engine.structured_output.lark import write_lark
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.responses import convert_to_chat, make_client_tools, parse_responses_request
@@ -109,11 +112,11 @@ def tool(**form: Any) -> Any:
 def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_responses_request(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
-    built_constraint = build_constraint(
-        ChatRequest(**convert_to_chat(request)), TOKENIZER, limits, grammar_tools=make_client_tools(request.tools)
+    requested = build_constraint(
+        ChatRequest(**convert_to_chat(request)), limits, grammar_tools=make_client_tools(request.tools)
     )
-    assert built_constraint is not None
-    return built_constraint.lark_grammar
+    assert requested is not None
+    return write_lark(requested, read_added_tokens(TOKENIZER))
 
 
 @pytest.mark.parametrize("calls", [name for name, example in EXAMPLES.items() if example.patch is not None])
@@ -138,5 +141,7 @@ def test_where_texts_stand_bare_a_regular_expression_is_kept_and_a_grammar_free(
 def test_a_grammar_that_cannot_be_matched_is_refused_by_the_tools_name() -> None:
     body = {"input": "x", "tools": [tool(syntax="lark", definition="start: /^a/")]}
     limits = ModelLimits(max_model_len=2048, vocab_size=4096, call_format="hermes")
+    requested = read_response(None, json.dumps(body).encode(), TOKENIZER, limits).constraint
+    assert requested is not None
     with pytest.raises(RequestError, match=r"the grammar of the tool 'patch' cannot be matched: /\^a/"):
-        read_response(None, json.dumps(body).encode(), TOKENIZER, limits)
+        check_constraint(GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size), requested)

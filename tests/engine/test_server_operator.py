@@ -238,8 +238,9 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, st
     factory = DetokenizerFactory(build_tokenizer(300))
     constraint = Constraint(lark_grammar="start: X", param="structured_outputs.regex")
     generation = make_generation(
-        ParsedRequest(parse_completion(b'{"prompt": [5]}'), [[5]], constraint=constraint),
+        ParsedRequest(parse_completion(b'{"prompt": [5]}'), [[5]]),
         id="i", request_prefix="u", model="m", limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
+        constraint=constraint,
     )  # fmt: skip
     follower = DeltaStream(
         SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]

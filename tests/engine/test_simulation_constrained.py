@@ -13,7 +13,7 @@ from msgspec import structs
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import GrammarCompiler, GrammarVocabulary
+from engine.grammars import GrammarCompiler, GrammarVocabulary, read_added_tokens
 from engine.output.formats import CALL_FORMATS
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types
@@ -22,6 +22,7 @@ from engine.protocol.parsed_request import build_constraint
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.executor import sample_words
 from engine.simulation.runner import SimulatedAnswers
+from engine.structured_output.lark import write_lark
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Constraint, Request, SamplingParams, Sequence
 from events.config import KVEventsConfig
@@ -71,9 +72,9 @@ def generate_text(
 def make_constraint(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, call_format=calls, script=script)
-    constraint = build_constraint(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
-    assert constraint is not None
-    return constraint
+    requested = build_constraint(parse_chat(json.dumps(body).encode()), limits)
+    assert requested is not None
+    return Constraint(write_lark(requested, read_added_tokens(TOKENIZER)), requested.param)
 
 
 @pytest.mark.parametrize("length", [None, 3, 50])
