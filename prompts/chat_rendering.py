@@ -103,7 +103,7 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
         return message  # most messages need no conversion
     role = message.get("role", "user")
     if role == "system":
-        content = _remove_billing_line(content)
+        content = remove_billing_line(content)
     elif role == "tool" and content_format == "parts" and _is_list_of_texts(content):
         # Even most templates that loop over the parts of other messages expect a string from a tool.
         content = "\n".join(map(_read_part_text, content))
@@ -117,7 +117,7 @@ def _convert_other_fields(message: Message, role: Any) -> Message:
     if role == "assistant":
         tool_calls = message.get("tool_calls")
         if isinstance(tool_calls, list) and tool_calls:
-            template_message["tool_calls"] = [_convert_tool_call(call) for call in tool_calls]
+            template_message["tool_calls"] = [convert_tool_call(call) for call in tool_calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
                 template_message[name] = message[name]
@@ -147,7 +147,7 @@ def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *other_messages]
 
 
-def _remove_billing_line(content: Any) -> Any:
+def remove_billing_line(content: Any) -> Any:
     """Return a system message's content without a coding agent's billing line, which differs in every request.
 
     Each text of the content may begin with that line. A text part that has nothing else is left out.
@@ -206,7 +206,7 @@ def _read_part_text(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _convert_tool_call(call: Any) -> Any:
+def convert_tool_call(call: Any) -> Any:
     """Return a tool call with its arguments as an object instead of JSON text, as chat templates expect them.
 
     Arguments that are no JSON object become an empty one: otherwise the conversation could not continue. A call without

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import xxhash
 
-from prompts.chat_rendering import BILLING_LINE
+from prompts.chat_rendering import BILLING_LINE, convert_tool_call, remove_billing_line
 from prompts.chat_template import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, convert_source_to_chat
@@ -132,7 +132,8 @@ def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> 
     kind_bits = role_number
     if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
-        fields = {**fields, "tool_calls": _decode_call_arguments(fields["tool_calls"])}
+        calls = fields["tool_calls"]
+        fields = {**fields, "tool_calls": list(map(convert_tool_call, calls)) if isinstance(calls, list) else calls}
 
     visible_text, hidden_text_bits = _remove_hidden_text(text, is_system=role_number == 0)
     kind_bits |= hidden_text_bits
@@ -175,21 +176,18 @@ def _digest_fields(fields: Mapping[str, Any], text_digest: int) -> int:
 
 def _read_text(content: Any, *, is_system: bool) -> str:
     """Return the text of a message's content, with thoughts in marks and without a leading billing line."""
-    if isinstance(content, str):
-        has_billing_line = is_system and content.startswith(BILLING_LINE)
-        return content.partition("\n")[2] if has_billing_line else content
-    if not isinstance(content, list):
-        return "" if content is None else _sorted_encoder.encode(content).decode()
-    return "".join(_read_part_text(part, is_system=is_system) for part in content)
+    if is_system:
+        content = remove_billing_line(content)
+    if isinstance(content, list):
+        return "".join(map(_read_part_text, content))
+    return "" if content is None else _read_part_text(content)
 
 
-def _read_part_text(part: Any, *, is_system: bool) -> str:
+def _read_part_text(part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "thinking":
         return f"<think>{part.get('thinking')}</think>"
     text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
-        return _sorted_encoder.encode(part).decode()
-    return "" if is_system and text.startswith(BILLING_LINE) else text
+    return text if isinstance(text, str) else _sorted_encoder.encode(part).decode()
 
 
 def _remove_thoughts(text: str) -> str:
@@ -200,19 +198,3 @@ def _remove_thoughts(text: str) -> str:
         space = _SPACE.match(text, end + len("</think>"))
         position = space.end() if space is not None else len(text)
     return "".join((*visible, text[position:]))
-
-
-def _decode_call_arguments(calls: Any) -> Any:
-    """Return tool calls with their arguments decoded, so that two spellings of the same JSON count as equal."""
-    return [_decode_arguments(call) for call in calls] if isinstance(calls, list) else calls
-
-
-def _decode_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -583,7 +583,7 @@ def test_a_chat_nested_too_deeply_to_be_digested_has_no_outline() -> None:
     """Arguments of a tool call can be decoded on their own, but are too deep to be encoded inside of their message."""
     outlines = []
     for depth in range(500, 1000):
-        call = {"type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+        call = {"type": "function", "function": {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}}
         chat = {"messages": [{"role": "assistant", "content": "a", "tool_calls": [call]}]}
         outlines.append(outline_chat(parse_routing("/v1/chat/completions", json.dumps(chat).encode())))
     assert outlines[0] is not None
