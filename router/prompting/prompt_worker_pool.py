@@ -24,9 +24,9 @@ from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_reading import is_cacheable
 from router.prompting.encode import build_tokenize_request, count_further_tokens, is_within_bounds, read_large_request
-from router.prompting.fields import FieldSpans, locate_fields
-from router.prompting.media import MediaPrompt, read_media
-from router.prompting.parsed_body import TokenizedPrompt, tokenize_prompt
+from router.prompting.fields import locate_fields
+from router.prompting.media import read_media
+from router.prompting.parsed_body import ParsedBody, TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message
 from router.prompting.template_trial import find_trial_problem
 
@@ -57,32 +57,19 @@ class ReadTask(msgspec.Struct):
 
 
 class ReadResult(NamedTuple):
-    """Prompt of a body as a worker process has read it."""
+    """A body as a worker process has read it."""
 
-    prompt: TokenizedPrompt
-    """The prompt, without ids if it could not be read."""
+    parsed_body: ParsedBody
+    """The fields by which the request is routed, and the prompt, without ids if it could not be read."""
     tokenize_request: bytes | None = None
     """Body of a `/tokenize` request, if an engine is to tokenise the prompt; else None."""
     further_tokens: Sequence[int] = ()
     """Number of tokens of each prompt after the first, if an engine tokenises the first."""
-    first_message_digest: int | None = None
-    """Digest of the first user message, which names a conversation without another name."""
-    media: MediaPrompt | None = None
-    """Digest of the conversation and size of a body with images or other media."""
     is_overdue: bool = False
     """Whether the prompt is missing because reading took too long, or because the process died."""
     cpu_s: float = 0.0
     problem: str | None = None
     """Why the prompt could not be read; None if it was."""
-
-
-class TaskOutcome(NamedTuple):
-    """A body as a worker process has read it: first the fields by which its request is routed, then the prompt."""
-
-    request: RoutingRequest
-    spans: FieldSpans
-    """Places of all fields in the body."""
-    result: ReadResult
 
 
 class TemplateTrial(NamedTuple):
@@ -119,24 +106,23 @@ class PromptWorkerPool:
         make_task: Callable[[RoutingRequest], ReadTask],
         is_wanted: Callable[[], bool],
         tenant: str = "",
-    ) -> TaskOutcome:
+    ) -> ReadResult:
         """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
 
         `kind`: API of the body's path; None if the body decides. `make_task`: chooses how to read the prompt, by the
         routing fields. `is_wanted`: whether the client is still connected. If the process fails at the prompt, the
-        outcome has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
+        result has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
-        inspected: TaskOutcome | None = None
+        inspected_body: ParsedBody | None = None
 
-        async def inspect_and_read(process: WorkerProcess) -> TaskOutcome:
-            nonlocal inspected
+        async def inspect_and_read(process: WorkerProcess) -> ReadResult:
+            nonlocal inspected_body
             if not is_wanted():
                 raise _make_overload_error("the client left")
-            inspected = await self._inspect(process, body, kind)
-            task = make_task(inspected.request)
-            return inspected._replace(result=await self._run_task(process, task))
+            inspected_body = await self._inspect(process, body, kind)
+            return await self._run_task(process, make_task(inspected_body.request))
 
         self._add_waiting(tenant, body_bytes)
         try:
@@ -144,9 +130,9 @@ class PromptWorkerPool:
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
-            if inspected is None:
+            if inspected_body is None:
                 raise _make_overload_error("the body could not be read in time") from None
-            return inspected._replace(result=ReadResult(TokenizedPrompt(), is_overdue=True))
+            return ReadResult(inspected_body, is_overdue=True)
         finally:
             self._add_waiting(tenant, -body_bytes)
 
@@ -187,14 +173,14 @@ class PromptWorkerPool:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> TaskOutcome:
+    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> ParsedBody:
         """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
         try:
-            inspected: TaskOutcome = await process.call(START_S_MAX, _inspect_body, body, kind)
+            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, body, kind)
         except RequestError:
             self.counts["refused"] += 1
             raise
-        return inspected
+        return inspected_body
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""
@@ -223,6 +209,8 @@ class WorkerState:
         self.chat_template = chat_template
         self.tokenizers: dict[Checkpoint, Tokenizer | TokenizerError] = {}
         self.body = b""
+        self.parsed_body: ParsedBody | None = None
+        """The body without its prompt, as far as it was read."""
 
 
 def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
@@ -237,12 +225,12 @@ def _try_template(state: WorkerState, folder: str, render_s_max: float) -> Templ
     return TemplateTrial(template.is_bounded, problem)
 
 
-def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> TaskOutcome:
+def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> ParsedBody:
     """Return what routing needs of a body, without a prompt, and keep the body for `_run_task`."""
     body = b"".join(pieces)
-    inspected = TaskOutcome(read_large_request(body, kind), locate_fields(body), ReadResult(TokenizedPrompt()))
+    state.parsed_body = ParsedBody(read_large_request(body, kind), TokenizedPrompt(), spans=locate_fields(body))
     state.body = body
-    return inspected
+    return state.parsed_body
 
 
 def _load_tokenizer(state: WorkerState, checkpoint: Checkpoint | None) -> None:
@@ -260,19 +248,22 @@ def _load_tokenizer(state: WorkerState, checkpoint: Checkpoint | None) -> None:
 def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
     """Read the prompt of the body that `_inspect_body` has kept, and forget the body."""
     started_s = time.thread_time()
-    result = ReadResult(TokenizedPrompt())
     body, state.body = state.body, b""
+    assert state.parsed_body is not None
+    result = ReadResult(state.parsed_body)
     try:
         if task.kind != "other":
             tokenizer = state.tokenizers.get(task.checkpoint) if task.checkpoint else None
-            result = _read_body(task, body, tokenizer)
+            result = _read_prompt(task, body, result, tokenizer)
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
         result = result._replace(problem=f"{type(error).__name__}: {error}"[:300])
     return result._replace(cpu_s=time.thread_time() - started_s)
 
 
-def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
-    """Tokenise the prompt of a body, or make the request that asks an engine for its token ids.
+def _read_prompt(
+    task: ReadTask, body: bytes, result: ReadResult, tokenizer: Tokenizer | TokenizerError | None
+) -> ReadResult:
+    """Add the tokenised prompt of a body to `result`, or the request that asks an engine for its token ids.
 
     Raises RequestError or TokenizerError if the prompt cannot be read.
     """
@@ -289,9 +280,9 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     prompt = tokenize_prompt(
         request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.makes_outline
     )
-    result = ReadResult(
-        prompt, first_message_digest=digest_first_user_message(request), media=read_media(request, body)
-    )
+    result.parsed_body.prompt = prompt
+    result.parsed_body.media = read_media(request, body)
+    result.parsed_body.first_message_digest = digest_first_user_message(request)
     if prompt.token_ids is None and task.remote_model is not None:
         tokenize_request = build_tokenize_request(request, task.remote_model)
         further_tokens = count_further_tokens(request, tokenizer)

@@ -34,7 +34,7 @@ from router.prompting.encode import (
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.parsed_body import ParsedBody, PromptTarget, RequestBody, TokenizedPrompt, tokenize_prompt
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, TaskOutcome
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadResult, ReadTask
 
 log = logging.getLogger("router")
 
@@ -219,9 +219,9 @@ class PromptReader:
         task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            outcome = await self._read_in_process(body_to_read, task.kind, lambda _: task)
-            self._set_timeout_count(model, timeout_count + 1 if outcome.result.is_overdue else 0)
-            prompt = outcome.result.prompt
+            result = await self._read_in_process(body_to_read, task.kind, lambda _: task)
+            self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
+            prompt = result.parsed_body.prompt
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
         prompt.seconds = time.perf_counter() - started_s
@@ -247,22 +247,20 @@ class PromptReader:
             return task
 
         started_s = time.perf_counter()
-        request, spans, result = await self._read_in_process(body_to_read, body_to_read.kind, make_task)
+        result = await self._read_in_process(body_to_read, body_to_read.kind, make_task)
+        parsed_body = result.parsed_body
+        prompt = parsed_body.prompt
         if result.tokenize_request is not None:
-            await self._ask_worker(result.prompt, result.tokenize_request, request, targets[0], result.further_tokens)
-        result.prompt.seconds = time.perf_counter() - started_s
-        return ParsedBody(
-            request=request,
-            prompt=result.prompt,
-            body=b"" if result.prompt.conversation is None else body_to_read.body.body,
-            media=result.media,
-            spans=spans,
-            first_message_digest=result.first_message_digest,
-        )
+            request, target = parsed_body.request, targets[0]
+            await self._ask_worker(prompt, result.tokenize_request, request, target, result.further_tokens)
+        prompt.seconds = time.perf_counter() - started_s
+        if prompt.conversation is not None:
+            parsed_body.body = body_to_read.body.body
+        return parsed_body
 
     def _read_in_process(
         self, body_to_read: _BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
-    ) -> Coroutine[Any, Any, TaskOutcome]:
+    ) -> Coroutine[Any, Any, ReadResult]:
         body = body_to_read.body
         return self.worker_pool.read(body.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant)
 
@@ -325,7 +323,7 @@ class PromptReader:
         else:
             task = self.make_task(model, kind, None)
             try:
-                prompt = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).result.prompt
+                prompt = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).parsed_body.prompt
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return

@@ -32,6 +32,7 @@ from router.prompting.conversation_reader import CHECK_BYTES_PER_S, Conversation
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
 from router.prompting.outline import Outline, outline_chat
+from router.prompting.parsed_body import TokenizedPrompt
 from router.prompting.placeholder_messages import (
     FILLER,
     MESSAGES_MAX,
@@ -41,7 +42,7 @@ from router.prompting.placeholder_messages import (
     RenderedPlaceholders,
     find_template_markers,
 )
-from router.prompting.prompt_worker_pool import ReadTask, _read_body
+from router.prompting.prompt_worker_pool import ReadTask, WorkerState, _inspect_body, _run_task
 from router.prompting.template_trial import find_trial_problem
 from tests.prompts import chat_templates
 from tests.router.conversation_bodies import (
@@ -428,20 +429,28 @@ def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
     assert [match.boundary.body_end for match in cache.find("chat", body)] == [29_000, 20_000]
 
 
+def read_in_process(task: ReadTask, body: bytes, tokenizer: Tokenizer) -> TokenizedPrompt:
+    """The prompt of a body as a worker process with a tokenizer reads it."""
+    state = WorkerState(None)
+    assert task.checkpoint is not None
+    state.tokenizers[task.checkpoint] = tokenizer
+    _inspect_body(state, (body,), task.kind)
+    return _run_task(state, task).parsed_body.prompt
+
+
 def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) -> None:
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
         task = ReadTask("chat", Checkpoint("folder"), None, None, False)
         task.makes_cache_entry = True
-        read_result = _read_body(task, body, tokenizer)
-        assert (read_result.prompt.conversation is None) == (keep is not None)
+        assert (read_in_process(task, body, tokenizer).conversation is None) == (keep is not None)
 
 
 def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
     body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
     task = ReadTask("chat", Checkpoint("folder"), makes_cache_entry=True, makes_outline=False)
-    prompt, reader = _read_body(task, body, tokenizer).prompt, ConversationReader(1 << 20)
+    prompt, reader = read_in_process(task, body, tokenizer), ConversationReader(1 << 20)
     assert prompt.outline is None
     assert prompt.conversation is not None
     reader.allow("", BoundaryRenderer(tokenizer))

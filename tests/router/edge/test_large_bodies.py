@@ -159,8 +159,8 @@ def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):
-            parsed, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
-            assert (parsed.model, len(made.prompt.token_ids or ())) == ("m", 1000)
+            made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
+            assert (made.request.model, len(made.prompt.token_ids or ())) == ("m", 1000)
             process = worker_pool.processes.processes[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         (helper,) = worker_pool.processes.processes
         for _ in range(2):
-            _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
+            made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
             assert len(made.prompt.token_ids or ()) == 1000
             worker_pool.close_idle(helper.last_used_s + 59.9)
             assert helper.child is not None
@@ -198,11 +198,11 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
             monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 0.05)
             return ReadTask(parsed.kind)
 
-        parsed, _, made = await worker_pool.read((PROMPT,), "completion", stops, lambda: True)
-        assert (parsed.model, made.prompt.token_ids) == ("m", None)
+        made = (await worker_pool.read((PROMPT,), "completion", stops, lambda: True)).parsed_body
+        assert (made.request.model, made.prompt.token_ids) == ("m", None)
         assert worker_pool.counts["failed"] == 1
         monkeypatch.undo()
-        _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
+        made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
 
     run(PromptWorkerConfig(count=1, seconds_max=0.3), work)
@@ -212,9 +212,9 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
     async def work(worker_pool: PromptWorkerPool) -> None:
-        _, _, made = await worker_pool.read((heavy,), "completion", ids_only, lambda: True)
+        made = (await worker_pool.read((heavy,), "completion", ids_only, lambda: True)).parsed_body
         assert made.prompt.token_ids is None, "the helper has no room for so many"
-        _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
+        made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
@@ -303,7 +303,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))
 
         async def work(worker_pool: PromptWorkerPool) -> None:
-            _, _, made = await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)
+            made = (await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)).parsed_body
             assert made.prompt.token_ids is None
 
         assert allocated_bytes(lambda: run(PromptWorkerConfig(count=1), work)) < bytes_max

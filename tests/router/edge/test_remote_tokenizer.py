@@ -18,7 +18,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.worker_flag import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
 from router.prompting.model_tokenizers import RemoteTokenizer
-from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task
+from router.prompting.prompt_worker_pool import WorkerState, _inspect_body, _load_tokenizer, _run_task
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
 
@@ -177,8 +177,8 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         assert order.keeps_messages_as_sent is older
         shelf = WorkerState(None)
         _load_tokenizer(shelf, order.checkpoint)
-        shelf.body = json.dumps(asked).encode()
-        assert list(_run_task(shelf, order).prompt.token_ids or ()) == list(ids)
+        _inspect_body(shelf, (json.dumps(asked).encode(),), "chat")
+        assert list(_run_task(shelf, order).parsed_body.prompt.token_ids or ()) == list(ids)
 
     edge.run(scenario())
 

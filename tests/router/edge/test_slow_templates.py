@@ -173,8 +173,8 @@ def test_a_chat_that_needs_too_much_memory_in_a_helper_costs_no_later_chat_its_p
         async def has_prompt(content: str) -> bool:
             body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
             task = ReadTask("chat", Checkpoint(folder))
-            outcome = await worker_pool.read((body,), "chat", lambda parsed: task, lambda: True)
-            return outcome.result.prompt.token_ids is not None
+            result = await worker_pool.read((body,), "chat", lambda parsed: task, lambda: True)
+            return result.parsed_body.prompt.token_ids is not None
 
         assert [await has_prompt(content) for content in ("hello", "long", "hello")] == [True, False, True]
 
