@@ -27,7 +27,7 @@ from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
 from router.prompting.parsed_body import ParsedBody, TokenizedPrompt
-from router.prompting.reader import PromptReader
+from router.prompting.reader import BodyToRead, PromptReader
 from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
 
@@ -102,9 +102,8 @@ class RequestReader:
             return None
         has_canaries = self.model_names is not None and self.model_names.has_canaries
         find_model = partial(self._resolve_request, context)
-        body = self._prompt_reader.begin_read(
-            request, kind, find_model, context.is_wanted, context.tenant, may_continue=not has_canaries
-        )
+        body_to_read = BodyToRead(request.pieces, kind, find_model, context.is_wanted, context.tenant)
+        body = self._prompt_reader.begin_read(body_to_read, may_continue=not has_canaries)
         if not isinstance(body, ParsedBody):
             return _await_body(context, body)
         context.body = body

@@ -69,19 +69,6 @@ def tokenize_prompt(
     return prompt
 
 
-class RequestBody(Protocol):
-    """A client's body."""
-
-    @property
-    def pieces(self) -> tuple[bytes, ...]: ...
-    @property
-    def body(self) -> bytes:
-        """All pieces, joined."""
-
-    @property
-    def body_bytes(self) -> int: ...
-
-
 class PromptTarget(Protocol):
     """The model for which a prompt is read."""
 

@@ -33,7 +33,7 @@ from router.prompting.encode import (
 )
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
-from router.prompting.parsed_body import ParsedBody, PromptTarget, RequestBody, TokenizedPrompt, tokenize_prompt
+from router.prompting.parsed_body import ParsedBody, PromptTarget, TokenizedPrompt, tokenize_prompt
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadResult, ReadTask
 
 log = logging.getLogger("router")
@@ -46,10 +46,6 @@ TIMEOUTS_MAX = 3
 T = TypeVar("T")
 
 
-def _always() -> bool:
-    return True
-
-
 def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool:
     """Whether a prompt must be rendered in a worker process, because its chat template took too long before."""
     template = None if tokenizer is None else tokenizer.chat_template
@@ -57,14 +53,20 @@ def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool
     return is_chat and template is not None and not template.is_bounded
 
 
-class _BodyToRead(msgspec.Struct, frozen=True, eq=False):
-    """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
+class BodyToRead(msgspec.Struct, frozen=True, eq=False):
+    """A client's body that is to be read."""
 
-    body: RequestBody
+    pieces: tuple[bytes, ...]
     kind: ApiKind | None
+    """API of the body's path; None if the body decides."""
     find_target: Callable[[RoutingRequest], PromptTarget]
+    """Finds the model that a request is for."""
     is_wanted: Callable[[], bool]
+    """Whether the client is still connected."""
     tenant: str
+
+    def join(self) -> bytes:
+        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 class PromptReader:
@@ -103,19 +105,16 @@ class PromptReader:
     # Bodies -----------------------------------------------------------------------------------------------------------
 
     def begin_read(
-        self, body: RequestBody, kind: ApiKind | None, find_target: Callable[[RoutingRequest], PromptTarget],
-        is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
-    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:  # fmt: skip
+        self, body_to_read: BodyToRead, *, may_continue: bool = True
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Parse a body and tokenise its prompt at once, if that is quick; else return a coroutine that does it.
 
-        `kind`: API of the body's path; None if the body decides. `find_target`: finds the model of a request.
-        `is_wanted`: whether the client is still connected. `may_continue`: whether the ids of a cached conversation may
-        be used. Raises RequestError for a malformed body.
+        `may_continue`: whether the ids of a cached conversation may be used. Raises RequestError for a malformed body.
         """
-        body_to_read = _BodyToRead(body, kind, find_target, is_wanted, tenant)
-        if not may_continue or kind is None or not self.conversations.may_have(kind, body.body_bytes):
+        kind, body_bytes = body_to_read.kind, sum(map(len, body_to_read.pieces))
+        if not may_continue or kind is None or not self.conversations.may_have(kind, body_bytes):
             return self._begin_whole_read(body_to_read)
-        data = body.body
+        data = body_to_read.join()
         matches = self.conversations.find(kind, data)
         if not matches:
             return self._begin_whole_read(body_to_read)
@@ -126,12 +125,12 @@ class PromptReader:
         parsed_body = self._make_continued_body(continuation, read_s, body_to_read)
         return parsed_body or self._begin_whole_read(body_to_read)
 
-    def _begin_whole_read(self, body_to_read: _BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+    def _begin_whole_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Read all of a body: at once if it is small, else by a coroutine.
 
         The coroutine tokenises the prompt in a thread or in a worker process, or asks an engine for the token ids.
         """
-        pieces = body_to_read.body.pieces
+        pieces = body_to_read.pieces
         if len(pieces) > 1 or not is_light(pieces[0]):
             return self._read_large(body_to_read)
         request, fields = parse_body(body_to_read.kind or "other", pieces[0])
@@ -203,7 +202,7 @@ class PromptReader:
         return prompt
 
     async def _tokenize_in_process(
-        self, request: RoutingRequest, target: PromptTarget, body_to_read: _BodyToRead
+        self, request: RoutingRequest, target: PromptTarget, body_to_read: BodyToRead
     ) -> TokenizedPrompt:
         """Tokenise the prompt of a small body in a worker process, because its chat template may block this process.
 
@@ -235,7 +234,7 @@ class PromptReader:
             self.tokenizers.problems[model] = problem
             log.warning("model %s: %s", model, problem)
 
-    async def _read_large(self, body_to_read: _BodyToRead) -> ParsedBody:
+    async def _read_large(self, body_to_read: BodyToRead) -> ParsedBody:
         """Read a large body in a worker process; if only an engine has the tokenizer, ask it for the token ids."""
         targets: list[PromptTarget] = []  # the model, once the process has found the body's fields
 
@@ -255,14 +254,13 @@ class PromptReader:
             await self._ask_worker(prompt, result.tokenize_request, request, target, result.further_tokens)
         prompt.seconds = time.perf_counter() - started_s
         if prompt.conversation is not None:
-            parsed_body.body = body_to_read.body.body
+            parsed_body.body = body_to_read.join()
         return parsed_body
 
     def _read_in_process(
-        self, body_to_read: _BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
+        self, body_to_read: BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
     ) -> Coroutine[Any, Any, ReadResult]:
-        body = body_to_read.body
-        return self.worker_pool.read(body.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant)
+        return self.worker_pool.read(body_to_read.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -270,14 +268,14 @@ class PromptReader:
         """Read only the new messages of a body; return the prompt, or None, and the time it took. Thread-safe."""
         return self._run_timed(partial(self.conversations.read_continuation, matches, body))
 
-    async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: _BodyToRead) -> ParsedBody:
+    async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: BodyToRead) -> ParsedBody:
         """Continue a cached conversation in a thread, else read the body whole."""
-        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body_to_read.body.body))
+        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body_to_read.join()))
         read = self._make_continued_body(continuation, read_s, body_to_read) or self._begin_whole_read(body_to_read)
         return read if isinstance(read, ParsedBody) else await read
 
     def _make_continued_body(
-        self, continuation: Continuation | None, read_s: float, body_to_read: _BodyToRead
+        self, continuation: Continuation | None, read_s: float, body_to_read: BodyToRead
     ) -> ParsedBody | None:
         """Return the parsed body of a request of which only the messages after the cached ones were read.
 
@@ -291,7 +289,7 @@ class PromptReader:
         chars_max = ((target.tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or continuation.char_count > chars_max:
             return None
-        body = body_to_read.body.body
+        body = body_to_read.join()
         self._begin_check_if_due(continuation, body)
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(continuation.token_ids, request, target.tokens_max),
@@ -323,7 +321,8 @@ class PromptReader:
         else:
             task = self.make_task(model, kind, None)
             try:
-                prompt = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).parsed_body.prompt
+                result = await self.worker_pool.read((body,), kind, lambda _: task, is_wanted=lambda: True)
+                prompt = result.parsed_body.prompt
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
