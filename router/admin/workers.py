@@ -78,24 +78,24 @@ class WorkerListRoutes:
     def _list_workers(self, request: HttpRequest, _: str) -> Response:
         return Response(msgspec.json.encode(self.describe_workers()))
 
-    async def _add_worker(self, request: HttpRequest, _: str) -> Response:
+    def _add_worker(self, request: HttpRequest, _: str) -> Response:
         try:
-            worker_id = await self._fleet.add(decode_object(request.body))
+            worker_id = self._fleet.add(decode_object(request.body))
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
         log.info("admin: worker %s added", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id}), 201)
 
-    async def _remove_worker(self, request: HttpRequest, path_name: str) -> Response:
+    def _remove_worker(self, request: HttpRequest, path_name: str) -> Response:
         """Remove the worker that the path names, or else the field `worker_id` or `url` of the body."""
         settings = {} if path_name else decode_object(request.body)
         name = path_name or str(settings.get("worker_id") or settings.get("url") or "")
         worker_id = self._find_worker(name)
-        await self._fleet.remove(worker_id)
+        self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
-    async def _drain_worker(self, request: HttpRequest, name: str) -> Response:
+    def _drain_worker(self, request: HttpRequest, name: str) -> Response:
         """Stop sending new requests to a worker, or resume it if the body is `{"on": false}`. Answers with its id."""
         fields = decode_object(request.body) if request.body else {}
         is_draining = fields.pop("on", True)
@@ -109,7 +109,7 @@ class WorkerListRoutes:
                 f"worker {worker_id!r}: was never reached, so it gets no requests; drain it once it is up, or remove "
                 "it with DELETE /workers/ID", param="worker_id", code="unknown_worker", status=409,
             )  # fmt: skip
-        await self._fleet.drain(worker_id, is_draining=is_draining)
+        self._fleet.drain(worker_id, is_draining=is_draining)
         log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
         return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
 

@@ -180,7 +180,7 @@ class Fleet:
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
 
-    async def add(self, settings: dict[str, Any]) -> str:
+    def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
         flag = parse_worker_settings(settings)
         self.watch(flag, origin="operator")
@@ -211,7 +211,7 @@ class Fleet:
         if self._members.get(member.flag.worker_id) is member:
             self.failed_checks[member.flag.worker_id] += 1
 
-    async def remove(self, worker_id: str) -> None:
+    def remove(self, worker_id: str) -> None:
         """Forget a worker, if it is there. Its running answers are not cut off."""
         member = self._members.pop(worker_id, None)
         if member is None:
@@ -248,7 +248,7 @@ class Fleet:
             return len(unreached)
         return sum(self._now() - member.configured_s <= STARTING_S_MAX for member in unreached)
 
-    async def drain(self, worker_id: str, *, is_draining: bool) -> None:
+    def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""
         if worker_id in self._members:
             self._members[worker_id].readiness.is_drain_cause = False
@@ -336,8 +336,7 @@ class Fleet:
         self._update_origin(origin, listed_flags)
         unready_ids = {flag.worker_id for flag, is_ready in is_ready_by_flag.items() if not is_ready}
         for worker_id, member in self._members.items():
-            is_leaving = not member.origins
-            if worker_id in workers and not is_leaving:
+            if worker_id in workers:
                 self._record_readiness(member, origin, is_ready=worker_id not in unready_ids)
 
     def _record_readiness(self, member: _Member, origin: str, *, is_ready: bool) -> None:
@@ -366,19 +365,14 @@ class Fleet:
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
         listed_ids = {flag.worker_id for flag in flags}
-        for worker_id, member in self._members.items():
+        for worker_id, member in list(self._members.items()):
             if origin in member.origins and worker_id not in listed_ids:
                 member.origins.discard(origin)
                 if not member.origins:
                     log.info("worker %s left %s", worker_id, origin)
-                    self._spawn(self._remove_unnamed(member))
+                    self.remove(worker_id)
         for flag in flags:
             self.watch(flag, origin=origin)
-
-    async def _remove_unnamed(self, member: _Member) -> None:
-        """Remove a worker, unless a list has named it again or replaced it meanwhile."""
-        if not member.origins and self._members.get(member.flag.worker_id) is member:
-            await self.remove(member.flag.worker_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` as a background task until `close`. If it raises, the error is logged."""

@@ -116,13 +116,13 @@ class NoFleet:
         self.failed_checks: dict[str, int] = {}
         self.waiting: dict[str, str] = {}
 
-    async def add(self, settings: dict[str, Any]) -> str:
+    def add(self, settings: dict[str, Any]) -> str:
         raise ValueError("url: missing")
 
-    async def remove(self, worker_id: str) -> None:
+    def remove(self, worker_id: str) -> None:
         self._core.remove_worker(worker_id, self._now())
 
-    async def drain(self, worker_id: str, *, is_draining: bool) -> None:
+    def drain(self, worker_id: str, *, is_draining: bool) -> None:
         self._core.set_draining(worker_id, self._now(), is_draining=is_draining)
 
     def describe_events(self, worker_id: str) -> dict[str, Any]:
