@@ -29,6 +29,8 @@ from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
 WATCH_S: Final = 5.0
 """Time after a request for updates in which the page counts as watched."""
+STATE_S: Final = 0.5
+"""Time for which the state of all workers is not encoded again, however many pages ask."""
 POINT_INTERVAL_S: Final = 2.0
 POINTS_MAX: Final = 150
 DECISIONS_MAX: Final = 60
@@ -172,6 +174,8 @@ class Dashboard:
         self._get_explanation = get_explanation
         self._watched_until_s = 0.0
         """Time until which the page counts as watched."""
+        self._state_json = msgspec.Raw(b"{}")
+        self._state_expires_s = 0.0
         self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
         """Latest routing decisions, as rows of the page."""
 
@@ -194,19 +198,21 @@ class Dashboard:
     def _get_updates(self, request: HttpRequest, _: str) -> Response:
         """Answer `GET /dashboard/updates?after=TIME`: the present state, and the points and decisions after TIME.
 
-        TIME is `now` of the last state, in seconds since 1970.
+        TIME is `now` of the last answer, in seconds since 1970.
         """
-        self._watched_until_s = self._proxy.now() + WATCH_S
+        now = self._proxy.now()
+        self._watched_until_s = now + WATCH_S
         self._proxy.explains_decisions = True
+        if now >= self._state_expires_s:
+            self._state_expires_s = now + STATE_S
+            cache_miss_tokens = dict(self._proxy.metrics.cache_miss_tokens)
+            state = self._describe_workers() | {"cache_miss_tokens": cache_miss_tokens, "version": self._version}
+            self._state_json = msgspec.Raw(msgspec.json.encode(state))
         after_s = _read_after(request)
-        state = self._describe_workers() | {
-            "now": time.time(),
-            "cache_miss_tokens": dict(self._proxy.metrics.cache_miss_tokens),
-            "version": self._version,
-        }
         rows = [row for row in self._decisions if row["at"] > after_s]
         body = {
-            "state": state,
+            "now": time.time(),
+            "state": self._state_json,
             "points": [point for point in self._points if point["at"] > after_s],
             "decisions": [row | {"why": list_losses(self._get_explanation(row["id"]))} for row in rows],
         }

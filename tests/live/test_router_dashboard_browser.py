@@ -163,7 +163,6 @@ def make_workers(count: int) -> dict[str, Any]:
         "in_flight": 3,
         "queued": 0,
         "index": index,
-        "now": 100.0,
         "version": "0.1.0",
         "cache_miss_tokens": {"evicted": 90},
     }
@@ -177,7 +176,7 @@ def fake_router(updates: dict[str, Any]) -> Iterator[str]:
         def do_GET(self) -> None:
             is_page = self.path == "/dashboard"
             is_first = self.path.endswith("?after=0")
-            news = updates if is_first else {**updates, "points": [], "decisions": []}
+            news = {**updates, "now": 100.0} if is_first else {**updates, "now": 100.0, "points": [], "decisions": []}
             body = PAGE.read_bytes() if is_page else json.dumps(news).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html" if is_page else "application/json")

@@ -81,13 +81,13 @@ def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_p
         assert len(before["candidates"]) == 1, "terms of all candidates are kept only while somebody watches"
         await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
         dashboard.tick(edge.now())
-        updates = await get_updates(edge, updates["state"]["now"])
+        updates = await get_updates(edge, updates["now"])
         (row,) = updates["decisions"]
         assert {one["worker"] for one in row["candidates"]} == {"w0", "w1"}
         assert (row["prompt_tokens"], row["cached_tokens"], row["outcome"]) == (192, 64, "status_200")
         (point,) = updates["points"]
         assert (point["prompt_tokens"], point["actual_tokens"]) == (384, 128)
-        updates = await get_updates(edge, updates["state"]["now"])
+        updates = await get_updates(edge, updates["now"])
         assert (updates["points"], updates["decisions"]) == ([], []), "told once"
         assert edge.proxy.explains_decisions
         dashboard.tick(edge.now() + 2 * WATCH_S)
