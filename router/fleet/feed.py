@@ -36,7 +36,7 @@ from events.stream_types import (
 )
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
-from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_stream_counters
+from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_address, make_stream_counters
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
@@ -132,7 +132,8 @@ class IndexFeed:
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
         targets = list(zip(sources, holders))
-        if _have_addresses(old_streams, targets):
+        old_addresses = [make_address(stream.source, stream.holder) for stream in old_streams]
+        if old_addresses == [make_address(source, holder) for source, holder in targets]:
             for stream, source in zip(old_streams, sources):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
@@ -505,13 +506,6 @@ class IndexFeed:
         stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
         if stream.full_cache.tokens != old_tokens:
             self._report_capacity(stream)
-
-
-def _have_addresses(streams: Sequence[WorkerStream], targets: Sequence[tuple[EventSource, HolderId]]) -> bool:
-    """Return whether streams read from exactly these sources, in this order, for these holders."""
-    return len(streams) == len(targets) and all(
-        stream.has_same_address(source, holder) for stream, (source, holder) in zip(streams, targets)
-    )
 
 
 class _SnapshotDump:

@@ -153,7 +153,7 @@ class Fleet:
         config: FleetConfig,
         *,
         now: Callable[[], float],
-        peers: PeerClient | None = None,
+        peers: PeerClient,
     ) -> None:
         """Begin without workers.
 
@@ -425,7 +425,7 @@ class Fleet:
         Blocks are missing if events were lost. The pause between two requests doubles while some are.
         """
         times = member.poll_times
-        if self._peers is None or member.facts is None or self._now() < times.peer_poll_due_s:
+        if member.facts is None or self._now() < times.peer_poll_due_s:
             return
         worker_id = member.flag.worker_id
         first_batch_by_rank = self._feed.find_incomplete_ranks(worker_id)
@@ -537,8 +537,6 @@ class Fleet:
 
     async def _fetch_snapshots(self, facts: WorkerFacts) -> Mapping[int, PeerSnapshot]:
         """Return what other routers know of a worker's cached blocks, by rank; empty if they do not answer in time."""
-        if self._peers is None:
-            return {}
         fetching = self._peers.fetch_snapshots(facts.spec.worker_id, facts.sources)
         return await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
 

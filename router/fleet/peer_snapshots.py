@@ -61,11 +61,11 @@ SnapshotSource = Callable[[str, int], "PeerSnapshot | None"]
 class PeerRoutes:
     """HTTP routes, at the admin address, by which other routers copy what the index knows of a worker's cache."""
 
-    def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str] | None = None) -> None:
+    def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str]) -> None:
         """`seed`: hash seed of the index. `outcomes` counts snapshot_served and snapshot_refused."""
         self._seed = seed
         self._dump = dump
-        self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
+        self._outcomes = outcomes
         self._lock = asyncio.Lock()
 
     def get_seed(self, request: HttpRequest, _: str) -> Response:

@@ -145,10 +145,6 @@ class WorkerStream:
         """Return whether the stream has not been connected for UNREACHABLE_S."""
         return self.down_since_s is not None and now_s - self.down_since_s >= UNREACHABLE_S
 
-    def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
-        """Return whether following `source` for `holder` needs no new stream."""
-        return self.holder == holder and _list_addresses(self.source) == _list_addresses(source)
-
     def make_feed_source(self, resume_position: StreamPosition | None = None) -> StreamSource:
         """Return the stream's addresses for the event feed, and the position to start from."""
         source = self.source
@@ -253,6 +249,6 @@ class WorkerStream:
         }
 
 
-def _list_addresses(source: EventSource) -> list[str | None]:
-    """Return what a stream is found by; with other addresses, a new stream has to be followed."""
-    return [source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic]
+def make_address(source: EventSource, holder: HolderId) -> tuple[str | HolderId | None, ...]:
+    """Return where a stream is read from and for whom; with another address, a new stream has to be followed."""
+    return source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic, holder

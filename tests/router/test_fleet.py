@@ -45,6 +45,7 @@ from router.fleet.members import (
     _next_pause,
     compute_max_blocks,
 )
+from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList
 from router.http_client import FetchError
@@ -85,10 +86,13 @@ def test_what_can_be_one_is_taken(url: str, normal: str) -> None:
     assert normalise_url(url) == normal
 
 
+NO_PEERS = PeerClient(cast(Any, None), [])
+
+
 def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
     dummy = cast(Any, None)
     core = cast(Any, type("Core", (), {"workers": {}}))
-    return Fleet(core, prober, dummy, dummy, dummy, config or FleetConfig(), now=lambda: 0.0)
+    return Fleet(core, prober, dummy, dummy, dummy, config or FleetConfig(), now=lambda: 0.0, peers=NO_PEERS)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +270,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
             discover=no_tokenizer, remove_worker=lambda _: None, is_replaced=lambda *_: False
         )
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
-        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
+        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0], peers=NO_PEERS)
 
         async def wait_for_health_checks(count: int) -> None:
             target_count = prober.health_checks + count
@@ -363,7 +367,7 @@ async def watching(
         )
         now = asyncio.get_running_loop().time
         prober = Prober(session, timeout_s=timeout_s, kv_dialects=("mooncake",))
-        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers)
+        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers or NO_PEERS)
         address = f"127.0.0.1:{runner.addresses[0][1]}"
         kv_settings = {"kv": "mooncake", "bootstrap": address} if is_mooncake else {}
         event_settings = {} if events is None else {"events": events}
@@ -493,7 +497,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
             follow_worker=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
         )
         now = asyncio.get_running_loop().time
-        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
+        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now, peers=NO_PEERS)  # type: ignore[arg-type]
         name = fleet.add({"url": "http://a:1"})
         member = fleet._members[name]
         member.cancel()
