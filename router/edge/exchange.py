@@ -20,7 +20,6 @@ from typing import Final
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
-from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
@@ -44,14 +43,20 @@ class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = (
-        "_attempt", "_filter", "_is_client_paused", "_is_source_refused", "_prefill", "_proxy", "client", "context",
+        "_connection", "_filter", "_is_client_paused", "_is_resend", "_is_source_refused", "_prefill", "_proxy",
+        "_response_head", "client", "context",
     )  # fmt: skip
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
         self._proxy = proxy
         self.client = client
         self.context = context
-        self._attempt: Attempt | None = None
+        self._connection: UpstreamConnection | None = None
+        """Connection to the chosen worker, also while it is being opened."""
+        self._is_resend = False
+        """Whether the connection replaces a kept-alive one that broke under the request."""
+        self._response_head: ResponseHead | None = None
+        """Head of the present worker's answer; None until it is forwarded."""
         self._prefill: PrefillLeg | None = None
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
         self._is_source_refused = False
@@ -72,8 +77,7 @@ class Exchange:
 
     def forward(self, decision: Decision) -> None:
         """Start an attempt at the worker that the core chose, or the prefill at another worker before this attempt."""
-        if self._attempt is not None or self._prefill is not None:
-            self.close()
+        self.close()
         self.context.decision = decision
         self._is_source_refused = False
         transfer = decision.transfer
@@ -87,7 +91,7 @@ class Exchange:
 
     def _start_prefill(self, decision: Decision, transfer: Transfer) -> None:
         """Start the prefill at the source of a transfer, and the decode too if both are sent at once."""
-        self._attempt = None
+        self._response_head = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
             self.on_prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
@@ -154,14 +158,15 @@ class Exchange:
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
         self.context.progress.sent_at_s = None
-        if self._attempt is not None:
-            self._attempt.close()
-        attempt = self._attempt = Attempt(self, self._proxy.pool, self.context.request.method, is_resend=is_resend)
+        self._close_connection()
+        self._response_head = None
+        self._is_resend = is_resend
         target = self._proxy.workers.get_endpoint(decision.worker)
         if target is None:
             self._handle_failed_attempt(FailureKind.CONNECT, "the worker was removed")
         else:
-            attempt.start(target)
+            self._connection = self._proxy.pool.acquire(target, is_new=is_resend)
+            self._connection.begin_request(self, self.context.request.method)
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
@@ -196,13 +201,13 @@ class Exchange:
     def on_client_paused(self) -> None:
         """Stop reading from the worker, as the client reads too slowly."""
         self._is_client_paused = True
-        if self._attempt is not None:
-            self._attempt.pause_reading()
+        if self._connection is not None:
+            self._connection.pause_reading()
 
     def on_client_resumed(self) -> None:
         self._is_client_paused = False
-        if self._attempt is not None:
-            self._attempt.resume_reading()
+        if self._connection is not None:
+            self._connection.resume_reading()
 
     def crash(self, error: Exception) -> None:
         """End this request alone, because code that handles it raised `error`."""
@@ -210,21 +215,16 @@ class Exchange:
 
     # The attempt --------------------------------------------------------------------------------------------------
 
-    @property
-    def _response_head(self) -> ResponseHead | None:
-        return None if self._attempt is None else self._attempt.head
-
     def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request to the chosen worker, now that there is a connection to it.
 
         If the client has gone meanwhile, the connection is kept for other requests. If the worker was to continue
         another worker's answer, but runs another engine, the answer is cut off.
         """
-        context, attempt, decision = self.context, self._attempt, self.context.decision
-        assert attempt is not None
+        context, decision = self.context, self.context.decision
         assert decision is not None
         if context.is_done:
-            attempt.finish(self._proxy.now(), reusable=True)
+            self._release_connection(reusable=True)
             return
         head_and_body = self._build_request(decision, connection.target)
         if head_and_body is None:
@@ -234,7 +234,7 @@ class Exchange:
         head, body = head_and_body
         connection.send(head, body)
         if self._is_client_paused:
-            attempt.pause_reading()
+            connection.pause_reading()
 
     def _build_request(self, decision: Decision, endpoint: Endpoint) -> tuple[bytes, Body] | None:
         """Return head and body for the chosen worker; None if it cannot continue the answer."""
@@ -270,10 +270,8 @@ class Exchange:
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection was opened. `error`: None if the worker closed it at once."""
-        attempt = self._attempt
         if self.context.is_done:
             return
-        assert attempt is not None
         is_local = isinstance(error, OSError) and error.errno in LOCAL_ERRNOS
         if error is None:
             self._handle_failed_attempt(FailureKind.RESET, "closed by the worker at once")
@@ -284,7 +282,7 @@ class Exchange:
             self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", retry_after_s=1.0)
         else:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
-            self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=attempt.is_resend)
+            self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=self._is_resend)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Forward the head of a worker's answer, and `data`, the first bytes of its body, to the client.
@@ -299,8 +297,7 @@ class Exchange:
             reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
             self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
             return
-        assert self._attempt is not None
-        self._attempt.head = head
+        self._response_head = head
         redacted_keys = None if is_continued else self._proxy.redacted_keys
         continuation = self.context.continuation if is_stream else None
         self._filter.choose_conversion(head, continuation, redacted_keys, is_stream=is_stream)
@@ -433,11 +430,8 @@ class Exchange:
         Return False if the request had ended before, as when its client left. `reusable`: whether the connection can
         carry further requests.
         """
-        proxy, context, attempt = self._proxy, self.context, self._attempt
-        if attempt is not None:
-            if self._is_client_paused:
-                attempt.resume_reading()
-            attempt.finish(proxy.now(), reusable=reusable)
+        proxy, context = self._proxy, self.context
+        self._release_connection(reusable=reusable)
         context.read_usage()
         if not proxy.end(context, f"status_{head.status}"):
             return False
@@ -448,6 +442,14 @@ class Exchange:
         proxy.finish(context, None if is_continued else context.usage, is_error=head.status >= 400)
         return True
 
+    def _release_connection(self, *, reusable: bool) -> None:
+        """Keep the connection to the worker for other requests if it is `reusable`, else close it."""
+        if self._connection is not None:
+            if self._is_client_paused:
+                self._connection.resume_reading()
+            self._connection.finish(self._proxy.now(), reusable=reusable)
+            self._connection = None
+
     # Ends ---------------------------------------------------------------------------------------------------------
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
@@ -456,7 +458,7 @@ class Exchange:
         `is_stale`: whether a kept-alive connection was closed while the request was written. Engines do that at any
         time, so the request is sent once more over a new connection, and no failure is counted.
         """
-        head, decision = self._response_head, self.context.decision
+        head, decision, self._connection = self._response_head, self.context.decision, None
         if head is not None:
             self._end_with_connection(head, reason)
         elif is_stale and decision is not None:
@@ -617,7 +619,7 @@ class Exchange:
         self._proxy.record_broken_stream(context, "continued", reason)
         if continuation is not None and continuation.recorder is not None:
             continuation.start_continuation(continuation_route, context.model_tokens_max)
-        context.route, self._attempt = continuation_route, None
+        context.route, self._response_head = continuation_route, None
         context.progress.restart()
 
     def _choose_other_worker(
@@ -679,16 +681,20 @@ class Exchange:
     def close(self) -> None:
         """Close the connections to workers that handle the request, which makes these workers stop."""
         prefill, self._prefill = self._prefill, None
-        attempt, context = self._attempt, self.context
+        context = self.context
         context.progress.sent_at_s = None
-        if attempt is not None:
-            is_unanswered = context.is_done and self._response_head is None
-            if is_unanswered and prefill is not None and prefill.is_being_fetched:
-                attempt.close_after_answer()  # if the fetch were cut off, the other worker would not free all KV
-            attempt.close()
-        if context.is_done:
-            self._attempt = None  # it refers to this exchange, and a reference cycle would keep the prompt in memory
+        is_unanswered = context.is_done and self._response_head is None
+        if is_unanswered and self._connection is not None and prefill is not None and prefill.is_being_fetched:
+            self._connection.close_after_answer()  # if the fetch were cut off, the other worker would not free all KV
+            self._connection = None
+        self._close_connection()
         if prefill is not None:
             prefill.close()
             if prefill.holds_kv and context.decision is not None:
                 prefill.give_kv_back(context.decision)
+
+    def _close_connection(self) -> None:
+        """Close the connection to the chosen worker. It refers to this exchange: a cycle would keep the prompt."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

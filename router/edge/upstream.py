@@ -1,4 +1,4 @@
-"""Keep-alive connections to workers, one request at a time on each.
+"""Keep-alive connections to workers, one request at a time on each, and the heads of the answers.
 
 The newest idle connection is used first, as the worker is least likely to have closed it. The user of a connection
 implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has exactly one user, or is closed.
@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
+from router.http.headers import ProtocolError
+from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Size up to which copying a body is cheaper than a vectored write."""
@@ -60,41 +62,109 @@ UNANSWERED_S_MAX: Final = 10.0
 
 
 class UpstreamUser(Protocol):
-    """Callbacks of the object that uses a connection."""
+    """Callbacks of the object that has a request sent over a connection, for what happens on the connection."""
 
-    def on_data(self, data: bytes) -> None:
-        """Take bytes from the worker."""
+    def on_attempt_connected(self, connection: UpstreamConnection) -> None:
+        """Send the request over this connection, or give the connection back if the request has ended meanwhile."""
+
+    def on_attempt_connect_failed(self, error: Exception | None) -> None:
+        """Handle that no connection could be opened. `error` is None if the worker closed it at once."""
+
+    def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
+        """Handle the head of the answer (status and headers), and the bytes of its body that came with it."""
+
+    def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
+        """Handle further bytes of the answer's body."""
+
+    def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
+        """Handle the end of the connection. The answer is complete if its body may end in this way, else it failed.
+
+        `is_stale`: whether a kept-alive connection, idle until then, was closed while the request was written.
+        """
+
+    def on_attempt_malformed(self, error: ProtocolError) -> None:
+        """Handle an answer that is not HTTP."""
 
     def crash(self, error: Exception) -> None:
-        """End the request, because a callback raised `error`."""
-
-    def on_connection_lost(self, reason: str) -> None:
-        """Handle that the connection ended; it has no user any more."""
+        """End the request, because code that handles it raised `error`."""
 
 
 class UpstreamConnection(asyncio.BufferedProtocol):
-    """One TCP connection to a worker. An exception in one of its callbacks ends its user's request alone."""
+    """One TCP connection to a worker, for one request at a time: opens, sends the request, and reads the answer's head.
+
+    An exception in one of its callbacks ends its user's request alone.
+    """
 
     __slots__ = (
-        "_is_buffer_full", "_pool", "_unsent_pieces", "idle_since_s", "request_count", "target", "transport", "user",
+        "_head_buffer", "_interim_count", "_is_buffer_full", "_method", "_opening", "_pool", "_unsent_pieces", "head",
+        "idle_since_s", "request_count", "target", "transport", "user",
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
-        """Make a connection to the worker at `target`, which asyncio then opens. `pool` keeps it while it is idle."""
+        """Make a connection to the worker at `target`. `begin_request` opens it; `pool` keeps it while idle."""
         self._pool = pool
         self.target = target
         self.transport: Any = None
-        """Transport of asyncio or uvloop, which have no common type; None while the connection is closed."""
-        self.user: UpstreamUser | None = None
-        """The request that uses the connection; None while it is idle."""
+        """Transport of asyncio or uvloop, which have no common type; None while the connection is not open."""
+        self._opening: asyncio.Task[None] | None = None
+        """Task that opens the connection."""
         self.request_count = 0
         """Requests sent so far. If a later one fails, the worker may just have closed the idle connection."""
         self.idle_since_s = 0.0
         """Time at which the last request on the connection ended."""
+
+        # The current request and its answer.
+        self.user: UpstreamUser | None = None
+        """Object for which a request is sent; None while the connection is idle."""
+        self._method = ""
+        """Method of the request."""
         self._unsent_pieces: deque[bytes] = deque()
         """Pieces of a long body that are not written yet."""
         self._is_buffer_full = False
         """Whether the worker has to read before more is written."""
+        self.head: ResponseHead | None = None
+        """Head of the answer; None until it is complete."""
+        self._head_buffer = b""
+        """Bytes of a head that is incomplete."""
+        self._interim_count = 0
+        """Interim responses before the answer."""
+
+    def begin_request(self, user: UpstreamUser, method: str) -> None:
+        """Tell `user` when the connection is open for its request, or that it cannot be opened.
+
+        A connection that was idle is open at once. `method` of the request decides whether its answer has a body.
+        """
+        self._method = method
+        self.head, self._head_buffer, self._interim_count = None, b"", 0
+        if self.transport is not None:
+            self.user = user
+            user.on_attempt_connected(self)
+        else:
+            self._opening = asyncio.get_running_loop().create_task(self._open(user))
+
+    async def _open(self, user: UpstreamUser) -> None:
+        """Open the connection, and tell `user` whether that succeeded."""
+        try:
+            failure = await self._try_open()
+            was_closed = self._opening is None  # `close` came too late to cancel the opening
+            self._opening = None
+            if was_closed:
+                self.close()
+            elif self.transport is None:
+                user.on_attempt_connect_failed(failure)
+            else:
+                self.user = user
+                user.on_attempt_connected(self)
+        except Exception as error:  # noqa: BLE001  a boundary: a fault ends this request alone
+            user.crash(error)
+
+    async def _try_open(self) -> Exception | None:
+        """Open the connection; return the error if it cannot be opened."""
+        try:
+            await self._pool.connect(self)
+        except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: an invalid host name
+            return error.with_traceback(None)  # the traceback would keep the request in memory, by its frames
+        return None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -110,9 +180,41 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             self.close()  # bytes without a request could be taken for the next answer
             return
         try:
-            user.on_data(data)
+            self._receive(user, data)
         except Exception as error:  # noqa: BLE001  a fault in one request must not close the router's other ones
             user.crash(error)
+
+    def _receive(self, user: UpstreamUser, data: bytes) -> None:
+        """Give `user` the head of the answer when it is complete, or further bytes of the body."""
+        try:
+            if self.head is not None:
+                user.on_attempt_body(self.head, data)
+                return
+            self.head, data = self._read_head(data)
+            if self.head is not None:
+                user.on_attempt_head(self.head, data)
+        except ProtocolError as error:
+            user.on_attempt_malformed(error)
+
+    def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
+        """Return the head of the worker's answer and the bytes after it; (None, b"") while the head is incomplete.
+
+        `data`: next bytes from the worker. Interim heads, such as `100 Continue`, are dropped. Raises ProtocolError.
+        """
+        buffer = self._head_buffer + data if self._head_buffer else data
+        while True:
+            parsed_head = parse_response_head(buffer, self._method)
+            if parsed_head is None:
+                self._head_buffer = buffer
+                return None, b""
+            head, buffer = parsed_head
+            if head.status >= 200:
+                return head, buffer
+            if head.status == 101:
+                raise ProtocolError("101 to a request that offered no upgrade")
+            self._interim_count += 1
+            if self._interim_count > MAX_INTERIM_RESPONSES:
+                raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
 
     def eof_received(self) -> bool:
         return False
@@ -124,8 +226,9 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         user, self.user = self.user, None
         if user is None:
             return
+        is_stale = self.request_count > 1 and self.head is None and not self._head_buffer
         try:
-            user.on_connection_lost(str(exc) if exc else "closed by the worker")
+            user.on_attempt_lost(str(exc) if exc else "closed by the worker", is_stale=is_stale)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
@@ -170,10 +273,20 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         self.user = None
         asyncio.get_running_loop().call_later(UNANSWERED_S_MAX, self.close)
 
+    def finish(self, now: float, *, reusable: bool) -> None:
+        """Give the connection back to the pool after the complete answer; close it unless it is `reusable`."""
+        if reusable:
+            self._pool.release(self, now)
+        else:
+            self.close()
+
     def close(self) -> None:
         """Close the connection at once, which tells the worker to stop computing."""
         self.user = None
         self._unsent_pieces.clear()
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
         if self.transport is not None:
             self.transport.abort()
 
@@ -214,27 +327,27 @@ class UpstreamPool:
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
-    def acquire(self, target: Endpoint) -> UpstreamConnection | None:
-        """Return the newest idle connection, which is no longer idle then; None if there is none."""
-        idle_connections = self._idle_connections.get(target)
+    def acquire(self, target: Endpoint, *, is_new: bool = False) -> UpstreamConnection:
+        """Return the newest idle connection to a worker, which is no longer idle then; without one, an unopened one.
+
+        `is_new`: take no idle connection.
+        """
+        idle_connections = None if is_new else self._idle_connections.get(target)
         while idle_connections:
             connection = idle_connections.pop()
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection
-        return None
+        return UpstreamConnection(self, target)
 
-    async def connect(self, target: Endpoint) -> UpstreamConnection:
-        """Open a new connection to a worker. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
-        loop = asyncio.get_running_loop()
+    async def connect(self, connection: UpstreamConnection) -> None:
+        """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
+        loop, target = asyncio.get_running_loop(), connection.target
         ssl_context = self._ssl_context if target.is_tls else None
-        connecting = loop.create_connection(
-            lambda: UpstreamConnection(self, target), target.host, target.port, ssl=ssl_context
-        )
-        _, connection = await asyncio.wait_for(connecting, self._connect_s_max)
+        connecting = loop.create_connection(lambda: connection, target.host, target.port, ssl=ssl_context)
+        await asyncio.wait_for(connecting, self._connect_s_max)
         if connection.transport is not None:  # otherwise it was closed at once
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
-        return connection
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         """Send a request, and read no answer. Failures are ignored."""
@@ -243,8 +356,9 @@ class UpstreamPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
+        connection = UpstreamConnection(self, target)
         try:
-            connection = await self.connect(target)
+            await self.connect(connection)
         except (OSError, asyncio.TimeoutError, ValueError) as failure:
             log.info("%s:%d: a request without a reader was not sent: %s", target.host, target.port, failure)
             return

@@ -13,7 +13,6 @@ import msgspec
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind
-from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import PrefillTimes, RequestContext
 from router.edge.response_progress import RESPONSES_PATH, find_usage
@@ -84,8 +83,8 @@ class PrefillLeg:
         self._body: Body = ()
         self._content = bytearray()
         """Body of the answer."""
-        self._attempt: Attempt | None = None
-        """None before the request is sent, and once the prefill is closed."""
+        self._connection: UpstreamConnection | None = None
+        """Connection to the prefill's worker; None before the request is sent, and after its answer."""
         self._refusal = ""
         """Why the worker refuses the request, if the other worker is expected to refuse it too."""
 
@@ -147,8 +146,8 @@ class PrefillLeg:
         if target is None:
             self._fail("unreachable", "the worker was removed")
         else:
-            attempt = self._attempt = Attempt(self, self._proxy.pool, "POST", is_resend=is_resend)
-            attempt.start(target)
+            self._connection = self._proxy.pool.acquire(target, is_new=is_resend)
+            self._connection.begin_request(self, "POST")
 
     @property
     def is_computed(self) -> bool:
@@ -195,9 +194,9 @@ class PrefillLeg:
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
-        attempt, self._attempt = self._attempt, None  # it refers to this object: a cycle, as in `Exchange.close`
-        if attempt is not None:
-            attempt.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         self.close()
@@ -217,8 +216,6 @@ class PrefillLeg:
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Read the first bytes of an answer."""
-        assert self._attempt is not None
-        self._attempt.head = head
         self.on_attempt_body(head, data)
 
     def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
@@ -227,8 +224,9 @@ class PrefillLeg:
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
         elif head.body.is_complete:
-            assert self._attempt is not None
-            self._attempt.finish(self._proxy.now(), reusable=head.keep_alive and consumed_bytes == len(data))
+            assert self._connection is not None
+            self._connection.finish(self._proxy.now(), reusable=head.keep_alive and consumed_bytes == len(data))
+            self._connection = None
             self._finish(head)
 
     def _finish(self, head: ResponseHead) -> None:
@@ -267,8 +265,9 @@ class PrefillLeg:
 
         `is_stale`: whether a kept-alive connection was closed while the request was written.
         """
-        assert self._attempt is not None
-        head = self._attempt.head
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        head = connection.head
         if is_stale:
             self._start_attempt(is_resend=True)
             return

@@ -19,7 +19,6 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
 from router.decide.placement import RequestPlacer
-from router.edge.attempt import Attempt
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.response_filter import ResponseFilter
@@ -33,13 +32,14 @@ from router.http.decoding import BodyDecoder
 from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
+from router.http.response import ResponseHead
 from router.metrics import Metrics
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (
-    Exchange, Attempt, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
+    Exchange, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
     Proxy, ClientConnection,
 )  # fmt: skip
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
@@ -399,10 +399,16 @@ class Reader:
         self.reads: list[bytes] = []
         self.ended = asyncio.Event()
 
-    def on_data(self, data: bytes) -> None:
+    def on_attempt_connected(self, connection: UpstreamConnection) -> None:
+        pass
+
+    def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         self.reads.append(data)
 
-    def on_connection_lost(self, reason: str) -> None:
+    def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
+        self.reads.append(data)
+
+    def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         self.ended.set()
 
     def crash(self, error: Exception) -> None:
@@ -453,15 +459,16 @@ def test_long_answers_are_read_in_bounded_parts_and_never_mixed() -> None:
         pool = UpstreamPool()
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(bodies[(await reader.read(1))[0]])
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + bodies[(await reader.read(1))[0]])
             writer.close()
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         target = Endpoint.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         readers = [Reader() for _ in bodies]
         for number, reader in enumerate(readers):
-            connection = await pool.connect(target)
-            connection.user = reader
+            connection = pool.acquire(target)
+            await pool.connect(connection)
+            connection.begin_request(reader, "GET")  # type: ignore[arg-type]
             connection.send(bytes([number]), (b"",))
             if number % 2:
                 connection.pause_reading()

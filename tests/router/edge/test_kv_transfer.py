@@ -63,11 +63,11 @@ def delay_connections(edge: Any, monkeypatch: pytest.MonkeyPatch, port: int) -> 
     """Return an event that is set once the router connects to this port, and the event for which it then waits."""
     connect, connecting, gate = edge.pool.connect, asyncio.Event(), asyncio.Event()
 
-    async def connect_late(target: Any) -> Any:
-        if target.port == port:
+    async def connect_late(connection: Any) -> None:
+        if connection.target.port == port:
             connecting.set()
             await gate.wait()
-        return await connect(target)
+        await connect(connection)
 
     monkeypatch.setattr(edge.pool, "connect", connect_late)
     return connecting, gate

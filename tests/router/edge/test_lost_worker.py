@@ -242,7 +242,8 @@ def test_the_kernel_looks_for_a_machine_that_is_silent() -> None:
 
     async def run(port: int) -> None:
         pool = UpstreamPool()
-        connection = await pool.connect(Endpoint.parse(f"http://127.0.0.1:{port}"))
+        connection = pool.acquire(Endpoint.parse(f"http://127.0.0.1:{port}"))
+        await pool.connect(connection)
         assert connection.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         pool.close()
         await asyncio.sleep(0)
