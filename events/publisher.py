@@ -2,12 +2,12 @@
 
 A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock. Work of each thread:
 
-* `publish`, on the caller's thread, gives a batch its sequence number and its place in the ring, and queues it.
+* `publish`, on the caller's thread, gives a batch its sequence number and queues it.
 * The publisher's thread reads the events of a batch, which may compute them, applies them to the resident set, encodes
-  and sends them, and answers replay and snapshot requests.
+  them for the ring of the newest batches and sends them, and answers replay and snapshot requests.
 
-Invariants: every published batch reaches the resident set, in order, even if it is not sent live, because more than
-`max_queue_size` others wait behind it. Such a batch is in the ring, so that subscribers see a gap and repair it.
+Invariants: every published batch reaches the resident set and the ring, in order, even if it is not sent live, because
+more than `max_queue_size` others wait behind it: subscribers see a gap and ask for its replay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import uuid
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
+from events.codec import encode_batch
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
 from events.frames import (
     MAX_HANDSHAKE_MS,
@@ -31,12 +33,13 @@ from events.frames import (
     MAX_UNACKNOWLEDGED_MS,
     SNAPSHOT_SEQ,
     build_reply_frames,
+    pack_seq,
     parse_replay_request,
 )
-from events.replay import ReplayBuffer, ReplayEntry, Reply, iter_replay, iter_snapshot
+from events.replay import Reply, SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
-from events.types import DecodeError, Event, InvariantError
+from events.types import DecodeError, Event, EventBatch, InvariantError
 from options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,12 @@ class PublisherStats:
     replay_count: int = 0
     snapshot_count: int = 0
     broken_invariant_count: int = 0
+
+
+class _QueuedBatch(NamedTuple):
+    seq: int
+    ts: float
+    events: Collection[Event]
 
 
 class _SendOutcome(enum.Enum):
@@ -104,13 +113,14 @@ class EventPublisher:
         self._topic = config.topic.encode()
 
         self._lock = threading.Lock()
-        """Guards the replay buffer and the queue; held for microseconds."""
-        self._replay_buffer = ReplayBuffer(config.buffer_steps)
-        self._unsent_entries: deque[ReplayEntry] = deque()
-        """Queue of the batches that are to be applied and sent."""
+        """Guards the queue; held for microseconds."""
+        self._queue: deque[_QueuedBatch] = deque()
+        """Batches that are to be applied and sent."""
+        self._ring: deque[SeqAndPayload] = deque(maxlen=config.buffer_steps)
+        """The newest applied batches, for subscribers that missed some."""
         self._resident_set = ResidentSet()
-        """Blocks that are cached after `_last_applied_entry`, for snapshots."""
-        self._last_applied_entry: ReplayEntry | None = None
+        """Blocks that are cached after `_last_batch`, for snapshots."""
+        self._last_batch: SeqAndPayload | None = None
         self._pending_replies: deque[Reply] = deque()
 
         self._is_closing = False
@@ -134,7 +144,7 @@ class EventPublisher:
         with self._lock:
             if self._is_closing:
                 raise RuntimeError("publish after close")
-            self._unsent_entries.append(self._replay_buffer.append(now, events, self.dp_rank))
+            self._queue.append(_QueuedBatch(self.stats.published_batch_count, now, events))
             self.stats.published_batch_count += 1
             self._wake_thread()
 
@@ -186,8 +196,8 @@ class EventPublisher:
             if not has_more and self._wakeup_fd in ready_sockets:
                 os.eventfd_read(self._wakeup_fd)
                 self._is_woken = False
-                has_more = bool(self._unsent_entries)  # one may have been added before the wakeup was cleared
-            if self._is_closing and not self._unsent_entries:
+                has_more = bool(self._queue)  # one may have been added before the wakeup was cleared
+            if self._is_closing and not self._queue:
                 break
             are_all_peers_busy = False
             if replay_socket is not None:
@@ -208,27 +218,28 @@ class EventPublisher:
     def _send_live(self) -> bool:
         """Apply some of the waiting batches and send them, unless too many wait; return whether more wait."""
         for _ in range(LIVE_SLICE):
-            if not self._unsent_entries:
+            if not self._queue:
                 return False
-            is_overfull = len(self._unsent_entries) > self.config.max_queue_size
-            entry = self._unsent_entries.popleft()
-            self._apply(entry)
+            is_overfull = len(self._queue) > self.config.max_queue_size
+            seq, payload = self._apply(self._queue.popleft())
             if is_overfull:
                 self.stats.unsent_batch_count += 1
             else:
-                payload = entry.encode_payload()
-                self._live_socket.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
-        return bool(self._unsent_entries)
+                self._live_socket.send_multipart([self._topic, pack_seq(seq), payload])
+        return bool(self._queue)
 
-    def _apply(self, entry: ReplayEntry) -> None:
-        """Update the resident set."""
+    def _apply(self, batch: _QueuedBatch) -> SeqAndPayload:
+        """Update the resident set and the ring; return the encoded batch."""
+        events = list(batch.events)
         try:
-            self._resident_set.apply(entry.read_events())
+            self._resident_set.apply(events)
         except InvariantError as error:
             self.stats.broken_invariant_count += 1
             if self.stats.broken_invariant_count == 1:
-                logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
-        self._last_applied_entry = entry
+                logger.error("cache events break their guarantees (seq %d): %s; counted from now on", batch.seq, error)
+        self._last_batch = batch.seq, encode_batch(EventBatch(batch.ts, events, self.dp_rank))
+        self._ring.append(self._last_batch)
+        return self._last_batch
 
     def _accept_requests(self, replay_socket: zmq.Socket[bytes]) -> None:
         """Begin the replies to the requests that have come, as far as MAX_REPLIES allows."""
@@ -250,13 +261,9 @@ class EventPublisher:
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshot_count += 1
             blocks = self._resident_set.list_blocks()
-            return Reply(identity, iter_snapshot(blocks, self._last_applied_entry, self.dp_rank, time.time()), now)
+            return Reply(identity, iter_snapshot(blocks, self._last_batch, self.dp_rank, time.time()), now)
         self.stats.replay_count += 1
-        with self._lock:
-            entries = self._replay_buffer.list_entries_from(start_seq)
-        # Later batches have not reached the resident set, and will be sent live.
-        last_seq = self._last_applied_entry.seq if self._last_applied_entry else -1
-        return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
+        return Reply(identity, iter_replay(self._ring, start_seq), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
         """Send some messages, one of each reply in turn; return whether replies wait but no peer takes a message."""

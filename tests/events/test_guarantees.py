@@ -34,7 +34,7 @@ from events import (
     encode_batch,
     hash_block,
 )
-from events.replay import ReplayBuffer, iter_replay, iter_snapshot
+from events.replay import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet, make_snapshot_events
 
 BLOCK = 2
@@ -108,22 +108,22 @@ def apply_all(payloads: list[bytes]) -> Resident:
 @given(st.integers(0, 2**32), st.integers(0, 40), st.sampled_from([1, 4, 1024]))
 def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, chunk: int) -> None:
     """Guarantee 6, and the snapshot keeps 1, 2 and 3 itself."""
-    rng, cache, ring, shadow = random.Random(seed), ModelCache(), ReplayBuffer(1000), ResidentSet()
-    last = None
-    for _ in range(step_count):
+    rng, cache, shadow = random.Random(seed), ModelCache(), ResidentSet()
+    batches: list[SeqAndPayload] = []
+    for seq in range(step_count):
         events = cache.random_step(rng)
         shadow.apply(events)
-        last = ring.append(0.0, events, 0)
-    replayed_messages = list(iter_replay(ring.list_entries_from(0)))
+        batches.append((seq, encode_batch(EventBatch(0.0, events, 0))))
+    replayed_messages = list(iter_replay(batches, 0))
     assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
     with patch("events.replay.BLOCKS_PER_SNAPSHOT_CHUNK", chunk):
-        snapshot = list(iter_snapshot(shadow.list_blocks(), last, 0, 0.0))
+        snapshot = list(iter_snapshot(shadow.list_blocks(), batches[-1] if batches else None, 0, 0.0))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
     assert apply_all(chunks) == cache.resident()
-    if last is not None:
-        assert snapshot[-2] == (last.seq, last.encode_payload())
+    if batches:
+        assert snapshot[-2] == batches[-1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -144,11 +144,11 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
             events = cache.random_step(rng)
             count += bool(events)
             publisher.publish(events)
-        assert publisher._replay_buffer.next_seq == count
         deadline = time.monotonic() + 10
-        while publisher._last_applied_entry is None or publisher._last_applied_entry.seq < count - 1:
+        while publisher._last_batch is None or publisher._last_batch[0] < count - 1:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+        assert [seq for seq, _ in publisher._ring] == list(range(count))[-buffer_steps:]
         assert publisher.stats.broken_invariant_count == 0
         assert set(publisher._resident_set._block_by_key) == cache.resident()
         assert publisher.stats.published_batch_count == count
@@ -183,7 +183,7 @@ def test_events_are_made_once_and_on_the_publishers_thread() -> None:
     publisher.close()
     assert {reader for step in steps for reader in step.readers} == {"kv-events-3"}
     assert [len(step.readers) for step in steps] == [1] * len(steps)
-    payloads = [entry.encode_payload() for entry in publisher._replay_buffer.list_entries_from(0)]
+    payloads = [payload for _, payload in publisher._ring]
     assert [decode_batch(payload).batch.events for payload in payloads] == [list(step) for step in steps]
     assert set(publisher._resident_set._block_by_key) == {(0, GPU, name) for name in range(1, 200)}
 

@@ -38,7 +38,7 @@ def test_a_reply_is_not_queued_far_ahead_of_its_reader(monkeypatch: pytest.Monke
             publisher.publish(
                 [BlockStored(block_hashes=[i + 1], parent_block_hash=None, token_ids=tokens, block_size=4096)]
             )
-        while publisher._unsent_entries:
+        while publisher._queue:
             time.sleep(0.01)
         dealer.rcvhwm, dealer.rcvbuf = 16, 4096
         endpoint = publisher.describe_source().replay_endpoint

@@ -46,7 +46,7 @@ class Node:
 
     @property
     def ring_covers_all(self) -> bool:
-        return self.publisher.ring.next_seq <= self.ring_size
+        return self.publisher.next_seq <= self.ring_size
 
 
 class Link:

@@ -7,12 +7,13 @@ the `rng` that is handed in, everything timed from `now`.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from events import Event
+from events import Event, EventBatch, encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.replay import ReplayBuffer, ReplayEntry, SeqAndPayload, iter_replay, iter_snapshot
+from events.replay import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 
@@ -20,22 +21,24 @@ class SimPublisher:
     """What `events.EventPublisher` does on its threads, as plain calls."""
 
     def __init__(self, ring_size: int, snapshots: bool) -> None:
-        self.ring = ReplayBuffer(ring_size)
+        self.next_seq = 0
+        self._ring: deque[SeqAndPayload] = deque(maxlen=ring_size)
         self.snapshots = snapshots
         self._shadow = ResidentSet()
-        self._last: ReplayEntry | None = None
+        self._last: SeqAndPayload | None = None
 
     def publish(self, events: list[Event], now: float) -> SeqAndPayload:
-        entry = self.ring.append(now, events, 0)
+        self._last = self.next_seq, encode_batch(EventBatch(now, events, 0))
+        self._ring.append(self._last)
+        self.next_seq += 1
         if self.snapshots:
             self._shadow.apply(events)
-        self._last = entry
-        return entry.seq, entry.encode_payload()
+        return self._last
 
     def reply(self, start_seq: int, now: float) -> Iterator[SeqAndPayload]:
         """The messages of the reply; without snapshots, a bare end marker where one is asked for."""
         if start_seq != SNAPSHOT_SEQ:
-            return iter_replay(self.ring.list_entries_from(start_seq))
+            return iter_replay(list(self._ring), start_seq)
         if not self.snapshots:
             return iter([(END_SEQ, b"")])
         return iter_snapshot(self._shadow.list_blocks(), self._last, 0, now)
