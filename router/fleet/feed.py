@@ -37,11 +37,11 @@ from events.stream_types import (
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_address, make_stream_counters
-from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
+from router.index.protocol import DumpPart, DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 SNAPSHOT_S_MAX = 60.0
 COUNT_EVERY, MEASURE_EVERY = 1 << 14, 1 << 17
 """Blocks stored after which the blocks of a stream are counted, and after which the index is measured."""
@@ -58,8 +58,7 @@ class PeerSnapshot(msgspec.Struct, array_like=True):
     """Digest of the payload of batch `seq`, as made by events.stream."""
     complete_from: int
     """The snapshot has every batch from this one to `seq`; 0: it has all resident blocks."""
-    chunks: list[bytes]
-    """Payloads for an index with the same seed."""
+    parts: list[DumpPart]
 
 
 def can_use_peer_snapshot(source: EventSource) -> bool:
@@ -323,8 +322,8 @@ class IndexFeed:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""
         if snapshot is None:
             return None
-        for chunk in snapshot.chunks:
-            report = self._index.ingest(stream.holder, chunk)
+        for part in snapshot.parts:
+            report = self._index.load(stream.holder, part)
             stream.counters["snapshots"] += 1
             if report.malformed:
                 log.warning("worker %s: a peer's snapshot is not used: %s", stream.worker_id, report.malformed[0])
@@ -518,7 +517,7 @@ class _SnapshotDump:
         self._index = index
         self._task: DumpTask | None = None
         """Dump of the index that is in progress; None before the first slice."""
-        self._chunks: list[bytes] = []
+        self._parts: list[DumpPart] = []
 
     def wait(self) -> PeerSnapshot | None:
         """Wait until the snapshot is written and return it; None if it cannot be made, or takes too long."""
@@ -542,13 +541,13 @@ class _SnapshotDump:
         try:
             if self._task is None:
                 self._task = self._index.begin_dump(stream.holder)
-            chunks = self._task.step()
+            parts = self._task.step()
         except KeyError:  # the index entry of the stream was removed, or cleared by another thread
             self._results.put(None)
             return False
-        if chunks is None:
+        if parts is None:
             seq, digest = stream.position
-            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, self._chunks))
+            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, self._parts))
             return False
-        self._chunks.extend(chunks)
+        self._parts.extend(parts)
         return True

@@ -34,8 +34,6 @@ log = logging.getLogger("router")
 SEED_S_MAX = 3.0
 SEED_BYTES_MAX = 65536
 SNAPSHOT_BYTES_MAX = 1 << 30
-SNAPSHOT_HEADER_BYTES = 4096
-"""Most bytes of a snapshot besides its chunks."""
 MSGPACK = b"application/msgpack"
 
 
@@ -80,13 +78,13 @@ class PeerRoutes:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
         async with self._lock:
             snapshot = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker_id, rank)
-        chunk_bytes = 0 if snapshot is None else sum(map(len, snapshot.chunks))
-        if snapshot is None or chunk_bytes > SNAPSHOT_BYTES_MAX - SNAPSHOT_HEADER_BYTES:
+        body = b"" if snapshot is None else msgspec.msgpack.encode(snapshot)
+        if not body or len(body) > SNAPSHOT_BYTES_MAX:
             self._outcomes["snapshot_refused"] += 1
             reason = f"no snapshot of {argument}: unknown, or not in step with it"
             raise RequestError(reason, param=None, code="no_snapshot", status=404)
         self._outcomes["snapshot_served"] += 1
-        return Response(msgspec.msgpack.encode(snapshot), content_type=MSGPACK)
+        return Response(body, content_type=MSGPACK)
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:

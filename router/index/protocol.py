@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import Annotated, NewType, Protocol, TypedDict
 
 import msgspec
 
@@ -101,11 +101,33 @@ class IngestTask(Protocol):
         """Apply the next slice, some milliseconds of work; return whether more follow. Raises KeyError."""
 
 
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class DumpPart(TypedDict):
+    """Blocks of a holder in one group on one tier, with digests in place of tokens, for an index with the same seed."""
+
+    fingerprint: Count
+    """Identifies the seed."""
+    group_idx: Int64 | None
+    kind: str | None
+    block_size: Count | None
+    sliding_window: Count | None
+    announced: bool
+    """Whether the group has sent events."""
+    sparse: bool
+    """Whether the group keeps some of its blocks only."""
+    tier: Annotated[int, msgspec.Meta(ge=0, lt=len(TIERS))]
+    rows: bytes
+    """Five unsigned 64-bit numbers a block: name, digest and length of the prefix, tokens in the block, copies."""
+
+
 class DumpTask(Protocol):
     """Dump of a holder's content, in slices."""
 
-    def step(self) -> list[bytes] | None:
-        """Return the payloads of the next slice, a few milliseconds of work; None after the last.
+    def step(self) -> list[DumpPart] | None:
+        """Return the parts of the next slice, a few milliseconds of work; None after the last.
 
         Raises KeyError as PrefixIndex, and if the holder has changed since the first slice.
         """
@@ -219,8 +241,7 @@ class PrefixIndex(Protocol):
         """Return the tokens of a holder's blocks, in its group with the most tokens."""
 
     def begin_dump(self, holder: HolderId) -> DumpTask:
-        """Begin a dump of a holder, as payloads for `ingest` of another index with the same seed.
+        """Begin a dump of a holder, for `load` of another index with the same seed. Parked events are left out."""
 
-        The payloads have digests instead of tokens; an index with another seed reports them as malformed. Parked events
-        are left out.
-        """
+    def load(self, holder: HolderId, part: DumpPart) -> IngestReport:
+        """Add a part of a dump. One that has another seed, or impossible numbers, is reported as malformed."""

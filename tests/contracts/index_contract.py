@@ -1042,10 +1042,10 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
     ]
     index.ingest(holder, batch(*events))
     index.ingest(holder, batch(store_event([1], PROMPT[:16], medium="CPU", group_idx=1)))
-    chunks = dump(index, holder)
+    parts = dump(index, holder)
     copy = twin.add_holder("m")
-    for chunk in chunks:
-        assert twin.ingest(copy, chunk).malformed == []
+    for part in parts:
+        assert twin.load(copy, part).malformed == []
     assert twin.groups(copy) == index.groups(holder)
     assert twin.held_tokens(copy) == index.held_tokens(holder)
     assert twin.stats().entries == index.stats().entries
@@ -1055,7 +1055,7 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
         twin.ingest(copy, payload)
     assert tokens_of(twin) == tokens_of(index) == 0
     other = stranger.add_holder("m")
-    assert all(len(stranger.ingest(other, chunk).malformed) == 1 for chunk in chunks)
+    assert all(len(stranger.load(other, part).malformed) == 1 for part in parts)
     assert stranger.stats().entries == 0
 
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from router.index.protocol import HolderId, PrefixIndex
+from router.index.protocol import DumpPart, HolderId, PrefixIndex
 
 Prefix = tuple[int, ...]
 
 
-def dump(index: PrefixIndex, holder: HolderId) -> list[bytes]:
+def dump(index: PrefixIndex, holder: HolderId) -> list[DumpPart]:
     """All of what a holder holds."""
-    dumping, payloads = index.begin_dump(holder), list[bytes]()
-    while (chunks := dumping.step()) is not None:
-        payloads += chunks
-    return payloads
+    dumping, parts = index.begin_dump(holder), list[DumpPart]()
+    while (slice_parts := dumping.step()) is not None:
+        parts += slice_parts
+    return parts
 
 
 @dataclass(frozen=True)

@@ -96,13 +96,13 @@ private:
     // A holder's dump is another one's content.
     void move() {
         Dump dump = index_.begin_dump(any_holder());
-        std::vector<std::string> payloads;
+        std::vector<DumpPart> parts;
         while (!dump.done) {
-            for (std::string& payload : index_.step(dump)) payloads.push_back(std::move(payload));
+            for (DumpPart& part : index_.step(dump)) parts.push_back(std::move(part));
         }
         const u64 other = any_holder();
-        for (const std::string& payload : payloads) {
-            const Report report = index_.ingest(other, reinterpret_cast<const u8*>(payload.data()), payload.size());
+        for (const DumpPart& part : parts) {
+            const Report report = index_.load(other, part);
             if (report.malformed_events != 0) {
                 std::fprintf(stderr, "fuzz: a dump cannot be read: %s\n", report.malformed[0].c_str());
                 std::exit(1);

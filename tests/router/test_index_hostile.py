@@ -14,6 +14,7 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_world import dump
+from reference.dump import ROW
 
 from router.index import make_index
 from router.index._native import extra_work, most_blocks_locked
@@ -158,13 +159,33 @@ def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
     source, twin = make_index(3), make_index(3)
     holder, copy = source.add_holder("m"), twin.add_holder("m")
     source.ingest(holder, batch(stored_event([1])))
-    (chunk,) = dump(source, holder)
-    content = msgspec.msgpack.decode(chunk)
-    (_, key, end, length, _) = content[1][0]["blocks"][0]
-    content[1][0]["blocks"] = [[name, key, end, length, 1 << 20] for name in range(50_000)]
-    assert twin.ingest(copy, msgspec.msgpack.encode(content)).stored == 50_000
+    (part,) = dump(source, holder)
+    (_, key, end, length, _) = ROW.unpack(part["rows"])
+    part["rows"] = b"".join(ROW.pack(name, key, end, length, 1 << 20) for name in range(50_000))
+    assert twin.load(copy, part).stored == 50_000
     assert twin.ingest(copy, batch(removed_event([7]))).removed == 1
     assert twin.stats().entries == 50_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tier": 4},
+        {"rows": ROW.pack(1, 2**61 - 1, 1, 1, 1)},
+        {"rows": ROW.pack(1, 5, 1 << 32, 1, 1)},
+        {"rows": ROW.pack(1, 5, 1, 0, 1)},
+        {"rows": ROW.pack(1, 5, 1, 1 << 24, 1)},
+        {"rows": ROW.pack(1, 5, 1, 1, 0)},
+        {"rows": ROW.pack(1, 5, 1, 1, (1 << 20) + 1)},
+        {"rows": ROW.pack(1, 5, 1, 1, 1) * 65_537},
+    ],
+)
+def test_a_part_of_a_dump_with_impossible_numbers_is_malformed(change: Any) -> None:
+    index, holder = one_holder()
+    ingest(index, holder, batch(stored_event([1])))
+    (part,) = dump(index, holder)
+    report = index.load(holder, {**part, **change})
+    assert (report.stored, report.malformed_events, len(report.malformed)) == (0, 1, 1)
 
 
 def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
@@ -175,8 +196,8 @@ def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
     for _ in range(18):
         source.ingest(holder, batch(*[stored_event([1] * 65_000, group_idx=0)]))
     source.ingest(holder, batch(stored_event([5], group_idx=1)))
-    for chunk in dump(source, holder):
-        assert twin.ingest(copy, chunk).malformed == []
+    for part in dump(source, holder):
+        assert twin.load(copy, part).malformed == []
     assert twin.groups(copy) == source.groups(holder)
 
 
@@ -185,8 +206,8 @@ def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one(
     for at in range(0, 50_000, 500):
         ingest(index, holder, batch(stored_event(list(range(at, at + 500)))))
     dumping, sizes = index.begin_dump(holder), []
-    while (payloads := dumping.step()) is not None:
-        sizes.append(sum(len(msgspec.msgpack.decode(payload)[1][0]["blocks"]) for payload in payloads))
+    while (parts := dumping.step()) is not None:
+        sizes.append(sum(len(part["rows"]) // ROW.size for part in parts))
     assert sum(sizes) == 50_000
     assert len(sizes) > 10
     assert max(sizes) < 5_000
@@ -293,8 +314,8 @@ def store_largest_event(index: PrefixIndex, holder: HolderId) -> None:
 def restore_dump(index: PrefixIndex, holder: HolderId) -> None:
     index.ingest(holder, batch(stored_event(list(range(1, 20_000)))))
     other = index.add_holder("m")
-    for payload in dump(index, holder):
-        index.ingest(other, payload)
+    for part in dump(index, holder):
+        index.load(other, part)
     assert index.stats().entries == 2 * 19_999
 
 

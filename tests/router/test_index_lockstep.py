@@ -235,8 +235,8 @@ def test_runs_of_blocks_that_some_hold_in_part(run: Any, pins: Any) -> None:
 def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, prompts: Any) -> None:
     """A dump of either implementation rebuilds the holder in either."""
     copy = twin.add_holder("m")
-    for chunk in dump(source, holder):
-        assert twin.ingest(copy, chunk).malformed == []
+    for part in dump(source, holder):
+        assert twin.load(copy, part).malformed == []
     for prompt in prompts:
         tokens = {match.holder: match.tokens for match in source.match(prompt, SCOPE)}
         copied_tokens = {match.holder: match.tokens for match in twin.match(prompt, SCOPE)}

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_world import dump
 from reference import ReferenceIndex
+from reference.dump import ROW
 
 from router.index import make_index
 from router.index.protocol import HolderId, IngestReport, PrefixIndex, Scope
@@ -69,9 +70,9 @@ def counts(report: IngestReport) -> tuple[int, ...]:
 
 def content(index: PrefixIndex, holder: HolderId) -> list[str]:
     """What the holder holds, whatever the order of the dump."""
-    events = [msgspec.msgpack.decode(chunk)[1][0] for chunk in dump(index, holder)]
+    parts = dump(index, holder)
     return sorted(
-        [repr((event["group"]["group_idx"], event["medium"], row)) for event in events for row in event["blocks"]]
+        [repr((part["group_idx"], part["tier"], row)) for part in parts for row in ROW.iter_unpack(part["rows"])]
     )
 
 

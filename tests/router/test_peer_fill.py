@@ -30,7 +30,7 @@ SILENT = EventSource(endpoint="tcp://a:1")
 
 
 def make_snapshot(complete_from: int, version: int = SNAPSHOT_VERSION) -> PeerSnapshot:
-    return PeerSnapshot(version, seq=9, digest=5, complete_from=complete_from, chunks=[])
+    return PeerSnapshot(version, seq=9, digest=5, complete_from=complete_from, parts=[])
 
 
 def fetch_snapshots(
@@ -98,8 +98,9 @@ def test_what_becomes_of_an_answer_is_counted(
     ("size", "outcome"), [(100, "snapshot_served"), (5_000, "snapshot_refused"), (None, "snapshot_refused")]
 )
 def test_what_is_asked_of_us_is_counted(size: int | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_snapshots, "SNAPSHOT_BYTES_MAX", 4_096 + 1_000)
-    snapshot = None if size is None else msgspec.structs.replace(make_snapshot(3), chunks=[b"x" * size])
+    monkeypatch.setattr(peer_snapshots, "SNAPSHOT_BYTES_MAX", 1_000)
+    part: Any = {"rows": b"x" * (size or 0)}
+    snapshot = None if size is None else msgspec.structs.replace(make_snapshot(3), parts=[part])
     outcomes: Counter[str] = Counter()
 
     async def run() -> None:

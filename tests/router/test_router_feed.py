@@ -472,7 +472,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     wait_until(lambda: second.is_synced("a"), "the late router follows")
     assert count_cached_tokens(late, holders[1]) == 28
     (row,) = second.describe_streams("a")["streams"]
-    assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.chunks), 1, 0)
+    assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.parts), 1, 0)
     pub.publish([BlockRemoved([7], "GPU")])
     wait_until(lambda: count_cached_tokens(late, holders[1]) == 24, "it goes on from there")
     for feed in feeds:
@@ -515,7 +515,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     wait_until(lambda: count_cached_tokens(index, holders[0]) == 12, "what was before the snapshot")
     snapshot = feed.make_snapshot("a", 0)
     assert snapshot is not None
-    assert (snapshot.seq, len(snapshot.chunks), count_cached_tokens(index, holders[1])) == (0, 1, 8)
+    assert (snapshot.seq, len(snapshot.parts), count_cached_tokens(index, holders[1])) == (0, 1, 8)
     assert 1 < SlowDumpIndex.slices <= 1_000_000
     wait_until(lambda: count_cached_tokens(index, holders[0]) == 16, "what came meanwhile is applied afterwards")
     feed.close()

@@ -30,7 +30,6 @@ public:
             const std::size_t malformed = batch_.malformed_events;
             read_event_or_skip(cursor.event);
             flat += 4 + (batch_.malformed_events - malformed) * 80;
-            if (!batch_.digests.empty()) flat += batch_.digests.back().rows.size() * 5;
             work = flat + batch_.names.size() * 5 + static_cast<std::size_t>(reader_.position() - start) / 16;
         }
         end_payload(cursor);
@@ -110,14 +109,7 @@ private:
         } else if (reader_.peek() == Type::Map) {
             const std::size_t count = reader_.map();
             start_event(type_of(count));
-            for (std::size_t i = 0; i < count; ++i) {
-                const std::string_view name = reader_.str();
-                if (kind_ == Kind::Digests) {
-                    seen_names_ |= digests_field(reader_, name, digests_);
-                } else {
-                    read_field(field_named_in_event(name));
-                }
-            }
+            for (std::size_t i = 0; i < count; ++i) read_field(field_named_in_event(reader_.str()));
         } else {
             throw Mismatch("expected a map or an array");
         }
@@ -138,13 +130,12 @@ private:
         throw Mismatch("an event without a type");
     }
 
-    enum class Kind : u8 { Stored, Removed, Cleared, Digests, Unknown };
+    enum class Kind : u8 { Stored, Removed, Cleared, Unknown };
 
     void start_event(std::string_view type) {
         kind_ = is(type, "BlockStored") ? Kind::Stored : is(type, "BlockRemoved") ? Kind::Removed
-              : is(type, "AllBlocksCleared") ? Kind::Cleared : is(type, "BlockDigests") ? Kind::Digests : Kind::Unknown;
+              : is(type, "AllBlocksCleared") ? Kind::Cleared : Kind::Unknown;
         stored_ = Stored();
-        if (kind_ == Kind::Digests) digests_ = Digests();
         lora_id_.reset();
         medium_.reset();
         text_positions_.clear();
@@ -295,7 +286,7 @@ private:
         for (std::size_t i = 0; i < count; ++i) {
             const Reader::Int value = reader_.integer();
             if (value.negative) throw Mismatch("expected 0 or more");
-            batch_.copies.push_back(static_cast<u32>(std::min<u64>(value.bits, kDumpedCopiesMax)));
+            batch_.copies.push_back(static_cast<u32>(std::min<u64>(value.bits, kCopiesMax)));
         }
         copies_.count = count;
     }
@@ -351,11 +342,6 @@ private:
                 batch_.events.push_back({Event::Kind::Cleared, tier});
                 break;
             }
-            case Kind::Digests:
-                if (!seen_names_) throw Mismatch("BlockDigests without blocks");
-                batch_.events.push_back({Event::Kind::Digests, batch_.digests.size()});
-                batch_.digests.push_back(std::move(digests_));
-                break;
             case Kind::Removed:
                 if (!seen_names_) throw Mismatch("BlockRemoved without block_hashes");
                 if (seen_copies_ && copies_.count != stored_.names.count) {
@@ -425,7 +411,6 @@ private:
     Kind kind_ = Kind::Unknown;
     Field field_ = Field::Ignored;  // field that is being read
     Stored stored_;
-    Digests digests_;
     std::optional<std::int64_t> lora_id_;
     Text medium_;
     std::vector<std::size_t> text_positions_;  // of texts among the token ids
@@ -441,7 +426,6 @@ void Batch::clear() {
     events.clear();
     stored.clear();
     removed.clear();
-    digests.clear();
     names.clear();
     tokens.clear();
     skipped.clear();

@@ -1,5 +1,5 @@
-// Decoding of event batches, as in events/codec.py: arrays and maps of every vLLM version, SGLang's variants, and the router's
-// own BlockDigests. All checks of untrusted bytes are here.
+// Decoding of event batches, as in events/codec.py: arrays and maps of every vLLM version, and SGLang's variants. All checks of
+// untrusted bytes are here.
 #pragma once
 
 #include <cstring>
@@ -47,29 +47,14 @@ struct Removed {
     std::optional<std::int64_t> group;
 };
 
-struct DigestRow {
-    u64 name, key, end, length, copies;
-};
-
-// Part of a dump of another index.
-struct Digests {
-    u64 fingerprint = 0;
-    std::optional<std::int64_t> group;
-    Text kind;
-    std::optional<u64> block_size, window;
-    bool announced = true, sparse = false;
-    u32 tier = 0;
-    std::vector<DigestRow> rows;
-};
-
 struct Event {
-    enum class Kind { Stored, Removed, Cleared, Digests } kind;
+    enum class Kind { Stored, Removed, Cleared } kind;
     std::size_t index;  // index into the vector of its kind; for Cleared: 1 + cleared tier, or 0 for all tiers
 };
 
 // Bounds of one event and of one payload; larger ones are malformed.
 constexpr std::size_t kNamesMax = 1u << 16, kTokensMax = 1u << 22, kExtrasMax = 1u << 16, kEventsMax = 1u << 20;
-constexpr u64 kDumpedCopiesMax = 1u << 20;       // copies of one name in a dump
+constexpr u64 kCopiesMax = 1u << 20;  // copies of one name that a removal leaves or a dump has
 constexpr std::size_t kKindMax = 64;        // bytes
 constexpr std::size_t kMalformedKept = 16;  // messages; all are counted
 
@@ -78,7 +63,6 @@ struct Batch {
     std::vector<Event> events;
     std::vector<Stored> stored;
     std::vector<Removed> removed;
-    std::vector<Digests> digests;
     std::vector<u64> names;
     std::vector<u32> tokens, skipped, copies;
     std::vector<ExtraKey> extras;
@@ -168,8 +152,5 @@ inline Text optional_str(Reader& reader) {
     if (reader.take_nil()) return std::nullopt;
     return reader.text();
 }
-
-// Read one field of a BlockDigests event; returns whether it was `blocks`.
-bool digests_field(Reader& reader, std::string_view name, Digests& digests);
 
 }  // namespace blockcast

@@ -15,6 +15,13 @@ bool names_full_attention(const std::string& kind) {
 
 // -- groups -----------------------------------------------------------------------------------------------------------
 
+void Group::describe(const Group& other) {
+    if (other.kind && !other.kind->empty()) kind = other.kind;
+    if (other.block_size.value_or(0) - 1 < kBlockSizeMax) block_size = other.block_size;
+    if (other.window.value_or(0)) window = other.window;
+    reclassify();
+}
+
 void Group::reclassify() {
     const std::string name = kind.value_or("");
     is_full_attention_ = !kind || names_full_attention(name);
@@ -85,10 +92,7 @@ void Holder::declare(const std::vector<Group>& declared) {
     for (const Group& from : declared) {
         Group& group = groups[ordinal(from.key)];
         group.declared = true;
-        if (from.kind && !from.kind->empty()) group.kind = from.kind;
-        if (from.block_size.value_or(0) - 1 < kBlockSizeMax) group.block_size = from.block_size;
-        if (from.window.value_or(0)) group.window = from.window;
-        group.reclassify();
+        group.describe(from);
     }
     full_stores_ = 0;
 }

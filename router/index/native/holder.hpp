@@ -42,6 +42,7 @@ struct Group {
 
     Role role() const { return role_; }
     bool is_full_attention() const { return is_full_attention_; }
+    void describe(const Group& other);  // take over what the other one says of kind, block size and window
     void reclassify();  // call it after every change of kind or window
     void count(u32 length, int by);  // change the number of names with a block length
     u64 names() const;
@@ -134,8 +135,19 @@ struct PendingCleanup {
     Seat seat = 0;
 };
 
-// Return the payload of a batch with one BlockDigests event (event_digests.cpp).
-std::string write_digests(u64 fingerprint, const Group& group, u32 tier, const std::vector<DigestRow>& rows);
+// A name in a dump: key and end of its prefix, length of its block, and number of copies.
+struct DumpRow {
+    u64 name, key, end, length, copies;
+};
+
+// Names of a holder in one group on one tier, for another index. The index keeps no token ids, so only an index with the same
+// seed can use their digests; the fingerprint identifies the seed.
+struct DumpPart {
+    u64 fingerprint;
+    Group group;
+    u32 tier;
+    std::vector<DumpRow> rows;
+};
 constexpr std::size_t kDumpedAtOnce = 4096;  // rows
 
 // Exclusive lock of a writer, which is released and taken again after every kBlocksPerLock changed blocks, so that readers
@@ -220,6 +232,8 @@ public:
 
     // Apply a slice of a payload. `first`: it is the payload's first slice.
     void apply(const Batch& batch, bool first, LockSlice& lock, Report& report);
+    // Add the names of a dump.
+    void load(const DumpPart& part, LockSlice& lock, Report& report);
     void declare(const std::vector<Group>& declared);
     // Forget all blocks, and groups that were learned from events.
     void clear();
@@ -291,7 +305,6 @@ private:
     std::optional<u32> find_group(const std::vector<u32>& candidates, const u64* names, std::size_t count) const;
     void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
     void resolve_last_block(const Batch& batch, const Stored& event, u64 name);
-    void load(const Digests& digests, Report& report);
     void wake(const u64* names, std::size_t count);
     void park(ParkedRun run);
     std::vector<u64> attach(const ParkedRun& run);

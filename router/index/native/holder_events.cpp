@@ -47,16 +47,14 @@ void Holder::apply(const Batch& batch, bool first, LockSlice& lock, Report& repo
     std::size_t begin = 0;
     for (std::size_t i = 0; i < batch.events.size(); ++i) {
         const Event& event = batch.events[i];
-        if (event.kind != Event::Kind::Cleared && event.kind != Event::Kind::Digests) continue;
+        if (event.kind != Event::Kind::Cleared) continue;
         apply_events(batch, begin, i, report);
         begin = i + 1;
-        if (event.kind == Event::Kind::Cleared && event.index != 0) {
+        if (event.index != 0) {
             clear_tier(static_cast<u32>(event.index - 1), report);
-        } else if (event.kind == Event::Kind::Cleared) {
+        } else {
             drop_blocks();
             ++report.cleared;
-        } else {
-            load(batch.digests[event.index], report);
         }
     }
     apply_events(batch, begin, batch.events.size(), report);
@@ -358,34 +356,40 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
     return attached;
 }
 
-void Holder::load(const Digests& digests, Report& report) {
-    if (digests.fingerprint != digester_.fingerprint()) {
+void Holder::load(const DumpPart& part, LockSlice& lock, Report& report) {
+    const auto is_possible = [](const DumpRow& row) {
+        return row.key < kPrime && row.end >> 32 == 0 && row.length - 1 < kBlockSizeMax && row.copies - 1 < kCopiesMax;
+    };
+    const bool has_same_seed = part.fingerprint == digester_.fingerprint();
+    if (!has_same_seed || part.tier >= kTiers || part.rows.size() > kNamesMax ||
+        !std::all_of(part.rows.begin(), part.rows.end(), is_possible)) {
         ++report.malformed_events;
-        report.malformed.push_back("BlockDigests.fingerprint is of another seed: this index cannot use it");
+        report.malformed.push_back(has_same_seed ? "a dump has a row that is out of range, or too many rows"
+                                                 : "the dump is of another seed: this index cannot use it");
         return;
     }
-    const u32 at = ordinal(digests.group);
+    lock_ = &lock;
+    ++changes_;
+    const u32 at = ordinal(part.group.key);
     Group& group = groups[at];
-    group.announced = group.announced || digests.announced;
-    if (digests.kind && !digests.kind->empty()) group.kind = std::string(*digests.kind);
-    if (digests.block_size.value_or(0) - 1 < kBlockSizeMax) group.block_size = digests.block_size;
-    if (digests.window.value_or(0)) group.window = digests.window;
-    group.sparse = group.sparse || digests.sparse;
-    group.reclassify();
+    group.announced = group.announced || part.group.announced;
+    group.sparse = group.sparse || part.group.sparse;
+    group.describe(part.group);
     std::vector<u64> names;
-    for (const DigestRow& row : digests.rows) {
+    for (const DumpRow& row : part.rows) {
         if (!has_room(at, static_cast<u32>(row.length), 1)) {
             ++report.refused;
             continue;
         }
-        add(row.name, NamePosition{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length),
+        add(row.name, NamePosition{row.key, row.end}, at * kTiers + part.tier, static_cast<u32>(row.length),
             reannounces ? 1 : static_cast<u32>(row.copies));
         count_changed_blocks(1);
         names.push_back(row.name);
     }
     wake(names.data(), names.size());
-    report.stored += digests.rows.size();
+    report.stored += part.rows.size();
     batch_positions_ = {};
+    lock_ = nullptr;
 }
 
 }  // namespace blockcast

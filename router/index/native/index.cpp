@@ -106,28 +106,38 @@ Dump Index::begin_dump(u64 holder) const {
     return Dump{holder, get(holder)->changes()};
 }
 
-std::vector<std::string> Index::step(Dump& dump) const {
+std::vector<DumpPart> Index::step(Dump& dump) const {
     const std::shared_lock lock(mutex_);
     const Holder& holder = *get(dump.holder);
     if (holder.changes() != dump.changes) {
         throw UnknownHolder("holder " + std::to_string(dump.holder) + " has changed since its dump began");
     }
-    std::map<u32, std::vector<DigestRow>> rows;  // by slot
+    std::map<u32, std::vector<DumpRow>> rows;  // by slot
     for (u32 i = 0; dump.part == 0 && i < holder.groups.size(); ++i) {
         if (holder.groups[i].announced) rows[i * kTiers];  // also where it holds nothing
     }
     for (std::size_t count = 0; !dump.done && count < kDumpedAtOnce;) {
         dump.done = !holder.each_name(dump.part++, [&](u64 name, u32 node, u32 slot, u32 copies) {
             const Node& at = nodes_[node];
-            rows[slot].push_back(DigestRow{name, at.key, at.end, at.length, std::min<u64>(copies, kDumpedCopiesMax)});
+            rows[slot].push_back(DumpRow{name, at.key, at.end, at.length, std::min<u64>(copies, kCopiesMax)});
             ++count;
         });
     }
-    std::vector<std::string> payloads;
-    for (const auto& [slot, of_slot] : rows) {
-        payloads.push_back(write_digests(digester_.fingerprint(), holder.groups[slot / kTiers], slot % kTiers, of_slot));
+    std::vector<DumpPart> parts;
+    for (auto& [slot, of_slot] : rows) {
+        parts.push_back(DumpPart{digester_.fingerprint(), holder.groups[slot / kTiers], slot % kTiers, std::move(of_slot)});
     }
-    return payloads;
+    return parts;
+}
+
+Report Index::load(u64 id, const DumpPart& part) {
+    const std::lock_guard writer(ingest_mutex_);
+    Holder* holder = get(id);
+    Report report;
+    LockSlice lock(mutex_);
+    holder->load(part, lock, report);
+    reclassify(holder);
+    return report;
 }
 
 std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) const {

@@ -46,7 +46,7 @@ struct Ingest {
     Report report = {};
 };
 
-// Dump of a holder's blocks in slices, as payloads of BlockDigests. The holder must not change meanwhile.
+// Dump of a holder's blocks in slices. The holder must not change meanwhile.
 struct Dump {
     u64 holder, changes;
     std::size_t part = 0;
@@ -85,8 +85,10 @@ public:
         visit(*get(holder));
     }
     Dump begin_dump(u64 holder) const;
-    // Return the payloads of the next slice. Throws UnknownHolder where the holder was removed or has changed.
-    std::vector<std::string> step(Dump& dump) const;
+    // Return the parts of the next slice. Throws UnknownHolder where the holder was removed or has changed.
+    std::vector<DumpPart> step(Dump& dump) const;
+    // Add a part of a dump to a holder.
+    Report load(u64 holder, const DumpPart& part);
 
 private:
     struct Pin {

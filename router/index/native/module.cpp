@@ -188,22 +188,61 @@ struct Ingesting {
     Ingest ingest;
 };
 
+// Read a group from a mapping with the keys of `GET /kv_cache/groups`.
+Group read_group(nb::handle entries) {
+    const nb::object get = entries.attr("get");
+    Group group;
+    group.key = nb::cast<std::optional<std::int64_t>>(get("group_idx"));
+    group.kind = nb::cast<std::optional<std::string>>(get("kind"));
+    group.block_size = nb::cast<std::optional<u64>>(get("block_size"));
+    group.window = nb::cast<std::optional<u64>>(get("sliding_window"));
+    return group;
+}
+
+nb::dict describe_group(const Group& group) {
+    nb::dict entries;
+    entries["group_idx"] = group.key;
+    entries["kind"] = group.kind;
+    entries["block_size"] = group.block_size;
+    entries["sliding_window"] = group.window;
+    return entries;
+}
+
 // DumpTask of router/index/protocol.py.
 struct Dumping {
     std::optional<nb::list> step() {
         if (dump.done) return std::nullopt;
-        std::vector<std::string> payloads;
+        std::vector<DumpPart> parts;
         {
             const nb::gil_scoped_release released;
-            payloads = index.step(dump);
+            parts = index.step(dump);
         }
         nb::list out;
-        for (const std::string& payload : payloads) out.append(nb::bytes(payload.data(), payload.size()));
+        for (const DumpPart& part : parts) {
+            nb::dict entries = describe_group(part.group);
+            entries["fingerprint"] = part.fingerprint;
+            entries["announced"] = part.group.announced;
+            entries["sparse"] = part.group.sparse;
+            entries["tier"] = part.tier;
+            entries["rows"] = nb::bytes(part.rows.data(), part.rows.size() * sizeof(DumpRow));
+            out.append(entries);
+        }
         return out;
     }
     const Index& index;
     Dump dump;
 };
+
+Report load(Index& index, u64 holder, nb::dict entries) {
+    const nb::bytes rows = nb::cast<nb::bytes>(entries["rows"]);
+    DumpPart part{nb::cast<u64>(entries["fingerprint"]), read_group(entries), nb::cast<u32>(entries["tier"]), {}};
+    part.group.announced = nb::cast<bool>(entries["announced"]);
+    part.group.sparse = nb::cast<bool>(entries["sparse"]);
+    part.rows.resize(rows.size() / sizeof(DumpRow));
+    std::memcpy(part.rows.data(), rows.data(), part.rows.size() * sizeof(DumpRow));
+    const nb::gil_scoped_release released;
+    return index.load(holder, part);
+}
 
 // protocol.py's Scope.
 class Scope {
@@ -279,14 +318,7 @@ nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::hand
 
 void declare_groups(Index& index, u64 holder, nb::handle declared) {
     std::vector<Group> groups;
-    for (nb::handle item : declared) {
-        const nb::object get = item.attr("get");
-        Group& group = groups.emplace_back();
-        group.key = nb::cast<std::optional<std::int64_t>>(get("group_idx"));
-        group.kind = nb::cast<std::optional<std::string>>(get("kind"));
-        group.block_size = nb::cast<std::optional<u64>>(get("block_size"));
-        group.window = nb::cast<std::optional<u64>>(get("sliding_window"));
-    }
+    for (nb::handle entries : declared) groups.push_back(read_group(entries));
     const nb::gil_scoped_release released;
     index.declare_groups(holder, groups);
 }
@@ -306,11 +338,7 @@ nb::list groups(const Index& index, u64 id) {
     std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.first.key < b.first.key; });
     nb::list out;
     for (const auto& [group, silent] : rows) {
-        nb::dict row;
-        row["group_idx"] = group.key;
-        row["kind"] = group.kind;
-        row["block_size"] = group.block_size;
-        row["sliding_window"] = group.window;
+        nb::dict row = describe_group(group);
         row["blocks"] = group.names();
         row["silent"] = silent;
         out.append(row);
@@ -459,5 +487,6 @@ NB_MODULE(_native, module) {
                  const nb::gil_scoped_release released;
                  return new Dumping{index, index.begin_dump(holder)};
              },
-             nb::arg("holder"), nb::keep_alive<0, 1>());
+             nb::arg("holder"), nb::keep_alive<0, 1>())
+        .def("load", &load, nb::arg("holder"), nb::arg("part"));
 }

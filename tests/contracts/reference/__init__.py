@@ -16,11 +16,12 @@ from typing import Any, cast
 from events.codec import decode_batch
 from events.types import DecodeError
 from reference.digest import Digester
-from reference.dump import dump_holder, is_dump, load_dump
+from reference.dump import dump_holder, load_part
 from reference.events import check_event
 from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
 from router.index.protocol import (
+    DumpPart,
     HolderId,
     IndexStats,
     IngestReport,
@@ -50,10 +51,10 @@ class IngestStep:
 class Slices:
     """A dump that is made already."""
 
-    def __init__(self, slices: list[list[bytes]]) -> None:
+    def __init__(self, slices: list[list[DumpPart]]) -> None:
         self._slices = slices
 
-    def step(self) -> list[bytes] | None:
+    def step(self) -> list[DumpPart] | None:
         return self._slices.pop(0) if self._slices else None
 
 
@@ -116,9 +117,6 @@ class ReferenceIndex:
         report = IngestReport()
         with self._lock:
             state = self._get(holder)
-            if is_dump(payload):
-                load_dump(state, payload, self._digester, report)
-                return report
             try:
                 result = decode_batch(payload)
             except DecodeError as error:
@@ -237,6 +235,10 @@ class ReferenceIndex:
     def begin_dump(self, holder: HolderId) -> Slices:
         with self._lock:
             return Slices([dump_holder(self._get(holder), self._digester)])
+
+    def load(self, holder: HolderId, part: DumpPart) -> IngestReport:
+        with self._lock:
+            return load_part(self._get(holder), part, self._digester)
 
     def check_invariants(self) -> None:
         """Assert what holder.py promises; for tests."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import msgspec
-
 from events.types import FULL_ATTENTION_KINDS
 
 GroupKey = int | None
@@ -51,14 +49,3 @@ class Group:
     def is_full_attention(self) -> bool:
         """Full attention spells out every name; other groups may leave it to do so."""
         return self.kind is None or self.kind in FULL_ATTENTION_KINDS
-
-
-class DumpGroup(msgspec.Struct):
-    """A group as a dump describes it."""
-
-    group_idx: int | None
-    kind: str | None
-    block_size: int | None
-    sliding_window: int | None
-    sparse: bool
-    heard: bool = True

@@ -27,9 +27,9 @@ from reference.events import (
     skipped_of,
     tier_index,
 )
-from reference.groups import DumpGroup, Group, GroupKey
+from reference.groups import Group, GroupKey
 from reference.parking import ParkedRun, Parking, Slot
-from router.index.protocol import SILENT_AFTER_STORES, TIERS, HolderId, IngestReport
+from router.index.protocol import SILENT_AFTER_STORES, TIERS, DumpPart, HolderId, IngestReport
 
 COPIES_MAX = 1 << 20
 """Of one name that a removal leaves."""
@@ -415,18 +415,18 @@ class Holder:
             self._count(entry.place.key, copies.length, slot, -copies.copies, self.groups[slot[0]])
         del self.names[name]
 
-    def load(self, dump_group: DumpGroup, tier: int, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
+    def load(self, part: DumpPart, rows: Iterable[tuple[int, ...]]) -> None:
         """Take over blocks from another index with the same seed: (name, key, end, length, copies) each."""
-        group = self.groups.setdefault(dump_group.group_idx, Group(dump_group.group_idx))
-        group.has_events |= dump_group.heard
-        group.kind = dump_group.kind or group.kind
-        group.block_size = dump_group.block_size or group.block_size
-        group.window = dump_group.sliding_window or group.window
-        group.is_sparse |= dump_group.sparse
+        group = self.groups.setdefault(part["group_idx"], Group(part["group_idx"]))
+        group.has_events |= part["announced"]
+        group.kind = part["kind"] or group.kind
+        group.block_size = part["block_size"] or group.block_size
+        group.window = part["sliding_window"] or group.window
+        group.is_sparse |= part["sparse"]
         names = []
         for name, key, end, length, copies in rows:
             for _ in range(copies):
-                self._add(name, Place(key, end), (group.key, tier), length, group)
+                self._add(name, Place(key, end), (group.key, part["tier"]), length, group)
             names.append(name)
         self._attach_waiting(names)
         self._batch_places.clear()
