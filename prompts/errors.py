@@ -49,23 +49,21 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
-def describe_context_overflow(
-    path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
-) -> str:
+def describe_context_overflow(path: str, prompt_tokens: int, context_max: int, *, is_exact: bool = True) -> str:
     """Return the error message for a prompt that is too long for the model, in OpenAI's or Anthropic's words.
 
-    Clients recognise these words, and shorten the prompt. `path`: path of the request. `output_tokens`: tokens of the
-    requested answer, if the prompt alone has room. `is_exact`: False if the prompt has more than `prompt_tokens`.
+    Clients recognise these words, and shorten the prompt. `path`: path of the request. `is_exact`: False if the prompt
+    has more than `prompt_tokens`.
     """
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):
         # At least context_max + 1, as a prompt that just fills the context has no room for an answer.
-        shown_tokens = max(prompt_tokens + output_tokens, context_max + 1)
+        shown_tokens = max(prompt_tokens, context_max + 1)
         return f"prompt is too long: {qualifier}{shown_tokens} tokens > {context_max} maximum"
-    parts = f"{prompt_tokens} in the prompt, {output_tokens or 'at least 1'} in the answer"
     return (
         f"This model's maximum context length is {context_max} tokens. However, you requested {qualifier}"
-        f"{prompt_tokens + output_tokens} tokens ({parts}). Please reduce the length of the prompt."
+        f"{prompt_tokens} tokens ({prompt_tokens} in the prompt, at least 1 in the answer). "
+        "Please reduce the length of the prompt."
     )
 
 

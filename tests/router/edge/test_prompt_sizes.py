@@ -175,6 +175,6 @@ def test_the_words_for_a_prompt_that_just_fills_the_context() -> None:
     assert (
         describe_context_overflow("/v1/messages/count_tokens", 80, 50) == "prompt is too long: 80 tokens > 50 maximum"
     )
-    assert describe_context_overflow("/v1/completions", 40, 50, output_tokens=20).startswith(
-        "This model's maximum context length is 50 tokens. However, you requested 60 tokens (40 in the prompt, 20 in "
+    assert describe_context_overflow("/v1/completions", 60, 50).startswith(
+        "This model's maximum context length is 50 tokens. However, you requested 60 tokens (60 in the prompt, "
     )
