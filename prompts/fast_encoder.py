@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Final
+from typing import Final
 
+from fastokens import Tokenizer as FastTokenizer
 from tokenizers import Tokenizer as HfTokenizer
 
 # Callers encode in threads of their own, and fastokens' pool would only fight them. It is read once a process.
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-
-try:
-    from fastokens import Tokenizer as FastTokenizer
-except ImportError:
-    FastTokenizer = None
 
 SAMPLE_TEXTS: Final = (
     "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
@@ -35,16 +31,13 @@ _TOKEN_SAMPLES_MAX: Final = 64
 """Added tokens that are compared."""
 
 
-class FastEncoder:
-    """Encodes text of one tokenizer. Thread-safe; long texts are encoded without the interpreter's lock."""
+def encode_fast(fast_tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    """Return the ids of a text as the bytes of uint32 numbers. Raises UnicodeEncodeError for a lone surrogate.
 
-    def __init__(self, fast_tokenizer: Any) -> None:
-        self._fast_tokenizer = fast_tokenizer
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the ids of a text as the bytes of uint32 numbers. Raises UnicodeEncodeError for a lone surrogate."""
-        ids: bytes = self._fast_tokenizer.encode_batch_flat([text], add_special_tokens)[0]
-        return ids
+    Thread-safe; a long text is encoded without the interpreter's lock.
+    """
+    ids: bytes = fast_tokenizer.encode_batch_flat([text], add_special_tokens)[0]
+    return ids
 
 
 def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -53,28 +46,26 @@ def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bo
     return ids
 
 
-def build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | str:
-    """Build an encoder by fastokens that gives the ids of a Hugging Face tokenizer; return the reason if there is none.
+def build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | str:
+    """Build a tokenizer of fastokens that gives the ids of a Hugging Face one; return the reason if there is none.
 
     Both encode sample texts, and all ids must be equal.
     """
-    if FastTokenizer is None:
-        return "fastokens is not installed"
     if sys.byteorder != "little":
         return "fastokens writes ids in little-endian order"
     if getattr(hf_tokenizer.model, "dropout", None):
         return "its model drops merges at random"
     try:
-        encoder = FastEncoder(FastTokenizer.from_json_str(hf_tokenizer.to_str()))
+        fast_tokenizer = FastTokenizer.from_json_str(hf_tokenizer.to_str())
     except ValueError as error:
         return str(error)
     for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *_make_token_samples(hf_tokenizer)):
         for add_special_tokens in (False, True):
-            fast_ids = encoder.encode(text, add_special_tokens=add_special_tokens)
+            fast_ids = encode_fast(fast_tokenizer, text, add_special_tokens=add_special_tokens)
             library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
             if list(memoryview(fast_ids).cast("I")) != library_ids:
                 return f"fastokens gives a sample text other ids ({text[:40]!r})"
-    return encoder
+    return fast_tokenizer
 
 
 def _make_token_samples(hf_tokenizer: HfTokenizer) -> list[str]:

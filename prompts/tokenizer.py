@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from fastokens import Tokenizer as FastTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -23,7 +24,7 @@ from prompts.chat_rendering import ChatPrompt, render_chat
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.cut_tokens import CutTokens, find_cut_tokens
 from prompts.errors import RequestError, bad_value
-from prompts.fast_encoder import FastEncoder, build_fast_encoder, encode_plain
+from prompts.fast_encoder import build_fast_tokenizer, encode_fast, encode_plain
 from prompts.schemas import CompletionRequest
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
@@ -74,7 +75,7 @@ class Tokenizer:
         vocabulary = hf_tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
-        self._fast_encoder = _build_fast_encoder(hf_tokenizer) if with_fast_encoder else None
+        self._fast_tokenizer = _build_fast_tokenizer(hf_tokenizer) if with_fast_encoder else None
         """None if texts are encoded by the library `tokenizers`, which is slower."""
 
     @classmethod
@@ -106,10 +107,10 @@ class Tokenizer:
     def encode_array(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Return the ids of a text as an array of `ID_TYPE`. Raises RequestError for a lone surrogate."""
         try:
-            if self._fast_encoder is None:
+            if self._fast_tokenizer is None:
                 return array(ID_TYPE, encode_plain(self.hf_tokenizer, text, add_special_tokens=add_special_tokens))
             ids = array(ID_TYPE)
-            ids.frombytes(self._fast_encoder.encode(text, add_special_tokens=add_special_tokens))
+            ids.frombytes(encode_fast(self._fast_tokenizer, text, add_special_tokens=add_special_tokens))
             return ids
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}") from error
@@ -168,11 +169,11 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
 
-def _build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | None:
-    encoder_or_problem = build_fast_encoder(hf_tokenizer)
-    if isinstance(encoder_or_problem, FastEncoder):
-        return encoder_or_problem
-    log.info("texts are encoded by the slower library `tokenizers`: %s", encoder_or_problem)
+def _build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | None:
+    tokenizer_or_problem = build_fast_tokenizer(hf_tokenizer)
+    if isinstance(tokenizer_or_problem, FastTokenizer):
+        return tokenizer_or_problem
+    log.info("texts are encoded by the slower library `tokenizers`: %s", tokenizer_or_problem)
     return None
 
 

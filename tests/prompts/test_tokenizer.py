@@ -179,8 +179,8 @@ def test_truncation_and_padding_in_the_file_are_off(checkpoint, make_tokenizer):
 def test_without_the_fast_encoder_ids_are_the_same(checkpoint):
     folder = checkpoint()
     plain, fast = Tokenizer.load(folder, with_fast_encoder=False), Tokenizer.load(folder)
-    assert plain._fast_encoder is None
-    assert fast._fast_encoder is not None
+    assert plain._fast_tokenizer is None
+    assert fast._fast_tokenizer is not None
     assert [plain.encode(t) for t in TEXTS] == [fast.encode(t) for t in TEXTS]
 
 
