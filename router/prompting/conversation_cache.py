@@ -57,8 +57,6 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages of the chat before the boundary."""
     token_count: int
     """Token ids of the prompt before the boundary."""
-    char_count: int
-    """Characters of the prompt's text before the boundary."""
     prefix: RenderedPlaceholders
     """Short placeholder messages that are rendered in place of the messages before the boundary."""
     starts_turn: bool

@@ -48,8 +48,7 @@ TRAILING_MESSAGES = 3
 MESSAGES_MIN = 2
 """Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
 _START = Boundary(
-    body_end=0, message_count=0, token_count=0, char_count=0, prefix=NO_PLACEHOLDERS, starts_turn=False,
-    trailing_count=0,
+    body_end=0, message_count=0, token_count=0, prefix=NO_PLACEHOLDERS, starts_turn=False, trailing_count=0,
 )  # fmt: skip
 """The start of a conversation."""
 _SEARCHED_BYTES = 256
@@ -94,12 +93,10 @@ class _BodyTail(msgspec.Struct, frozen=True, eq=False):
 
     request: RoutingRequest
     """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
-    chat: RoutingRequest
-    """The request as a chat, which the template renders. For a body in OpenAI's format it is `request` itself."""
+    inputs: TemplateInputs
+    """The template's inputs besides `messages`, such as tools and options."""
     messages: list[Message]
     """Messages of the chat after the boundary."""
-    inputs_digest: bytes
-    """Digest of the template's inputs besides the messages in the body's array, such as tools and options."""
     messages_array: _MessagesArray
     """The body's array of messages, whose first item stands for all messages before the boundary."""
 
@@ -126,7 +123,6 @@ class _Cut(NamedTuple):
             body_end=self.body_end,
             message_count=previous_boundary.message_count + len(self.rendered.messages) - len(self.after.messages),
             token_count=token_count,
-            char_count=previous_boundary.char_count + len(self.rendered.text) - len(self.after.text),
             prefix=self.after.prefix,
             starts_turn=self.after.messages[0].get("role") == "user",
             trailing_count=self.trailing_count,
@@ -143,8 +139,6 @@ class Continuation(msgspec.Struct, eq=False):
     """The messages after the boundary."""
     token_ids: array[int]
     """Token ids of the whole prompt."""
-    char_count: int
-    """Characters of the whole prompt's text."""
     successor: CachedConversation | None = None
     """Cache entry of this request, for the next turn."""
 
@@ -294,12 +288,11 @@ def continue_conversation(
     tail = _parse_new_chat_messages(conversation, boundary, body, template)
     if tail is None:
         tail = _parse_without_cached_messages(conversation, boundary, body, template)
-    if tail is None or tail.inputs_digest != conversation.inputs_digest:
+    if tail is None or tail.inputs.digest != conversation.inputs_digest:
         return None
     if conversation.kind == "messages" and not tail.messages:
         return None  # the assistant's last message would be continued, which the cached ids do not allow
-    inputs = TemplateInputs(tail.chat, tail.inputs_digest, conversation.first_message)
-    rendered = renderer.render_new(boundary.prefix, inputs, tail.messages)
+    rendered = renderer.render_new(boundary.prefix, tail.inputs, tail.messages)
     if rendered is None:
         return None
     cut = None
@@ -332,7 +325,7 @@ def _append_new_tokens(
         new_ids += tokenizer.encode_array(text_after_cut, add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(new_ids)]
     token_ids[boundary.token_count :] = new_ids
-    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(rendered.text))
+    continuation = Continuation(conversation, boundary, tail, token_ids)
     if cut is not None:
         next_boundary = cut.make_boundary(boundary, next_token_count)
         continuation.successor = _make_successor(continuation, next_boundary, body)
@@ -370,8 +363,8 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
     )
-    if conversation.chat is not None and tail.chat is not conversation.chat:  # its other fields were parsed anew
-        successor.chat = tail.chat.replace(messages=None)
+    if conversation.chat is not None and tail.inputs.chat is not conversation.chat:  # other fields were parsed anew
+        successor.chat = tail.inputs.chat.replace(messages=None)
         successor.end_json = body[tail.messages_array.end :]
     return successor
 
@@ -445,9 +438,8 @@ def _parse_new_chat_messages(
         return None
     return _BodyTail(
         request=chat,
-        chat=chat,
+        inputs=TemplateInputs(chat, conversation.inputs_digest, conversation.first_message),
         messages=messages[1:],
-        inputs_digest=conversation.inputs_digest,
         messages_array=_MessagesArray(start - len(array_start), array_json),
     )
 
@@ -476,12 +468,12 @@ def _parse_without_cached_messages(
         return None
     # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     system_message_count = messages.index(_SENTINEL_MESSAGE)
+    inputs_digest = _digest_inputs(template, chat, system_message_count)
     removed_bytes = len(body) - len(short_body)
     return _BodyTail(
         request=request,
-        chat=chat,
+        inputs=TemplateInputs(chat, inputs_digest, conversation.first_message),
         messages=messages[system_message_count + 1 :],
-        inputs_digest=_digest_inputs(template, chat, system_message_count),
         messages_array=_MessagesArray(messages_array.start + removed_bytes, messages_array.json),
     )
 

@@ -23,8 +23,6 @@ from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
 from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import (
-    CHARS_PER_TOKEN_MAX,
-    TOKENS_MAX,
     build_tokenize_request,
     count_further_tokens,
     is_light,
@@ -280,14 +278,13 @@ class PromptReader:
         """Return the parsed body of a request of which only the messages after the cached ones were read.
 
         `read_s`: seconds that this took. Return None if the whole body must be read after all: there is no
-        `continuation`, its prompt is too long, or the request is for another model.
+        `continuation`, or the request is for another model.
         """
         if continuation is None:
             return None
         request, conversation = continuation.tail.request, continuation.conversation
         target = body_to_read.find_target(request)
-        chars_max = ((target.tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
-        if target.base_model != conversation.model or continuation.char_count > chars_max:
+        if target.base_model != conversation.model:
             return None
         body = body_to_read.join()
         self._begin_check_if_due(continuation, body)
