@@ -34,6 +34,7 @@ import aiohttp
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from fleet.worker_list import AdminCall, ListedWorker, parse_workers_page, plan_admin_calls
+from options.bounded_dict import BoundedDict
 
 try:
     from ray.serve.llm.request_router import KVAwareRouter as _Base
@@ -44,6 +45,7 @@ log = logging.getLogger("fleet")
 
 METRICS_DELAY_S = 2.5
 """Seconds after which the router has read of a request on the engine's metrics page."""
+PENDING_REQUESTS_MAX = 10_000
 REGISTRATION_CHECK_S = 5.0
 """Seconds between two checks that the router still knows the engines."""
 
@@ -88,8 +90,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
 
-        self._predicted_prefill_s_by_request: dict[str, dict[str, float]] = {}
-        """Request id -> worker -> predicted seconds of prefill, until the request is routed."""
+        self._predicted_prefill_s_by_request: BoundedDict[str, dict[str, float]] = BoundedDict(PENDING_REQUESTS_MAX)
+        """Request id -> worker -> predicted seconds of prefill, until the request is routed; it may never be."""
         self._sent_requests: dict[str, _SentRequest] = {}
         """Requests in flight, by their ids."""
         self._last_sent_s_by_worker: dict[str, float] = {}
