@@ -78,11 +78,12 @@ def send_request(method: str, url: str, body: object = None, admin_key: str = ""
     body_bytes = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, body_bytes, headers, method=method)
     try:
-        with _DIRECT_OPENER.open(request, timeout=MAX_CALL_S) as answer:
+        try:
+            answer = _DIRECT_OPENER.open(request, timeout=MAX_CALL_S)
+        except urllib.error.HTTPError as error:
+            answer = error  # an error status is an answer too
+        with answer:
             status, answer_bytes, answer_headers = answer.status, answer.read(), answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            status, answer_bytes, answer_headers = error.code, error.read(), error.headers
     except (OSError, http.client.HTTPException) as error:
         return HttpAnswer(0, str(error), Message())
     try:

@@ -104,6 +104,16 @@ def test_a_program_whose_health_check_makes_no_sense_is_killed() -> None:
         wait_until(lambda: program.state.hung_count == 1)
 
 
+def test_an_error_that_is_cut_off_does_not_end_the_watch_over_a_program() -> None:
+    """As of a program that dies while it answers. The program was never started again."""
+    server = SERVER.replace("send_response(200)", "send_response(503)").replace(
+        '"Content-Length", "0"', '"Content-Length", "9"'
+    )
+    with run_program(server, start_timeout_s=2.0) as program:
+        wait_until(lambda: program.state.failure_count)
+        assert program.take_events()[0][1] == "killed, it did not serve within 2 s"
+
+
 def test_a_program_that_fails_waits_longer_and_longer_and_says_why() -> None:
     with run_program("import sys; sys.exit('no such model')") as program:
         wait_until(lambda: program.state.failure_count >= 3)
