@@ -9,7 +9,6 @@ import asyncio
 import logging
 import resource
 import signal
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -35,13 +34,9 @@ INLINE_BYTES_MAX = 4096
 """Bodies up to this size are parsed on the event loop, where a thread would cost more than it frees."""
 THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are parsed in a thread. Parsing holds the interpreter for some milliseconds at most."""
-RENDER_S_MAX = 0.1
+RENDER_S_MAX = 0.02
 """Maximum CPU time of the chat template on the event loop or in a thread. A body that needs more is parsed in a
-process."""
-RENDER_S_MIN = 0.005
-"""CPU time that the template has in any case, about what an answer of a hundred tokens costs this process."""
-RENDER_SHARE = 0.01
-"""Most CPU time of renderings that were given up, as a share of all time, beside RENDER_S_MIN for each."""
+process. Bodies of 4 KB take 3 ms at most, and those of 64 KB up to 5 ms unless they have hundreds of messages."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
@@ -61,37 +56,15 @@ CHECKED_BYTES_MAX = 64 << 20
 log = logging.getLogger("engine.server")
 
 
-class RenderBudget:
-    """Token bucket of CPU time: limits how long chat templates may delay other requests of this process.
-
-    A rendering may take what is in the bucket, at most RENDER_S_MAX. A slower one is given up and empties the bucket,
-    which refills slowly. RENDER_S_MIN is always allowed, so that ordinary prompts are rendered here even then.
-    """
-
-    def __init__(self) -> None:
-        self._budget_s = RENDER_S_MAX
-        self._updated_s = 0.0
-
-    def compute_limit_s(self, now_s: float) -> float:
-        """Refill the bucket, and return the seconds of CPU time that a rendering may take now."""
-        refill_s = RENDER_SHARE * (now_s - self._updated_s)
-        self._budget_s = min(RENDER_S_MAX, self._budget_s + refill_s)
-        self._updated_s = now_s
-        return max(self._budget_s, RENDER_S_MIN)
-
-    def use_up(self) -> None:
-        """Empty the bucket, because a rendering took longer than its limit."""
-        self._budget_s = 0.0
-
-
 class BodyReader:
     """Parses bodies with one tokenizer: short ones at once, others in a thread or a process. Must be closed."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
         """`folder`, `chat_template`: sources of `tokenizer`, from which the processes load their own one."""
         self._tokenizer = tokenizer
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.seconds_max = RENDER_S_MAX
         self._limits = limits
-        self._render_budget = RenderBudget()
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._process_pool = WorkerPool(
             (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
@@ -111,23 +84,12 @@ class BodyReader:
         if size_bytes <= THREAD_BYTES_MAX:
             try:
                 if size_bytes <= INLINE_BYTES_MAX:
-                    return self._parse_here(parse, data)
+                    return parse(data, self._tokenizer, self._limits)
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread_pool, self._parse_here, parse, data)
+                return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
             except TemplateLimitError as error:
                 log.warning("a body of %d bytes is parsed in a process: %s", size_bytes, error.message)
         return await finish_uncancelled(self._read_in_process(parse, data, tenant))
-
-    def _parse_here(self, parse: BodyParser[T], data: bytes) -> T:
-        """Parse a body in this process. Raises TemplateLimitError if the chat template needs too much time for it."""
-        template = self._tokenizer.chat_template
-        if template is not None:
-            template.seconds_max = self._render_budget.compute_limit_s(time.monotonic())
-        try:
-            return parse(data, self._tokenizer, self._limits)
-        except TemplateLimitError:
-            self._render_budget.use_up()
-            raise
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes, tenant: str) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""

@@ -314,7 +314,6 @@ def test_a_template_that_does_not_end_costs_its_request_alone(monkeypatch: pytes
     """A small body made it run for ever on the event loop."""
     rounds = "{% for i in range(99999) %}"
     template = "{% if messages[0].content == 'loop' %}" + rounds * 2 + "{% endfor %}" * 2 + "{% endif %}{{ messages }}"
-    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.05)
     monkeypatch.setattr(body_workers, "READ_S_MAX", 5.0)
 
     async def use(reader: BodyReader) -> None:
@@ -350,7 +349,7 @@ def render_limits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(ChatTemplate, "render", render_and_record)
     monkeypatch.setattr(BodyReader, "_read_in_process", read_in_process)
-    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.01)
     return limits_s
 
 
@@ -370,31 +369,11 @@ def test_a_slow_chat_sends_no_other_to_a_process(render_limits_s: list[float]) -
     with_reader(use, SLOW_TEMPLATE)
 
 
-def test_slow_chats_of_one_client_hold_the_event_loop_once(render_limits_s: list[float]) -> None:
+def test_slow_chats_hold_the_event_loop_for_a_short_time_each(render_limits_s: list[float]) -> None:
     async def use(reader: BodyReader) -> None:
         for size in (60_000, 30_000, 7_000, 4_000, 900, 100) * 4:
             data = make_chat("slow", size)
             assert await reader.read(read_chat, data) == len(data)
 
     with_reader(use, SLOW_TEMPLATE)
-    assert render_limits_s == [0.02] + [body_workers.RENDER_S_MIN] * 23
-
-
-def test_of_many_slow_chats_at_once_each_thread_renders_one_for_long(render_limits_s: list[float]) -> None:
-    """All that waited for a thread when the first was found to be slow were rendered there too, 0.1 s each."""
-
-    async def use(reader: BodyReader) -> None:
-        data = make_chat("slow", 10_000)
-        assert await asyncio.gather(*(reader.read(read_chat, data) for _ in range(12))) == [len(data)] * 12
-
-    with_reader(use, SLOW_TEMPLATE)
-    assert sum(limit_s > body_workers.RENDER_S_MIN for limit_s in render_limits_s) <= 2
-
-
-def test_the_time_for_renderings_comes_back() -> None:
-    budget = body_workers.RenderBudget()
-    assert budget.compute_limit_s(0.0) == body_workers.RENDER_S_MAX
-    budget.use_up()
-    assert budget.compute_limit_s(0.1) == body_workers.RENDER_S_MIN
-    assert budget.compute_limit_s(2.0) == pytest.approx(0.02)
-    assert budget.compute_limit_s(60.0) == body_workers.RENDER_S_MAX
+    assert render_limits_s == [0.01] * 24
