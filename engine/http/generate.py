@@ -32,14 +32,7 @@ from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.logprobs import LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
-from engine.protocol.parsed_request import (
-    ParsedRequest,
-    read_chat,
-    read_completion,
-    read_messages,
-    read_response,
-    read_response_references,
-)
+from engine.protocol.parsed_request import ParsedRequest, read_response, read_response_references
 from engine.protocol.responses import ResponsesFormatter
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
@@ -48,7 +41,7 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
+MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
 KEEPALIVE_COMMENT_S = 5.0
 """Silence after which a stream sends a comment."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
@@ -61,18 +54,6 @@ FINAL_WRITE_S_MIN = 0.1
 ResponseFormatter = ChatFormatter | CompletionFormatter | MessagesFormatter | ResponsesFormatter
 SMALL_WRITE_BYTES = 32 << 10
 """Writes below this size fit into the empty buffer of a transport."""
-
-
-async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, read_chat, "chatcmpl-")
-
-
-async def create_completion(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, read_completion, "cmpl-")
-
-
-async def create_message(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, read_messages, _MESSAGE_ID_PREFIX)
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -92,11 +73,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         items = await state.response_store.get_items(references.items)
     extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
     parse = partial(read_response, previous_messages, items=items)
-    return await _generate(request, parse, _RESPONSE_ID_PREFIX, extra_bytes=extra_bytes)
+    return await generate(request, parse=parse, id_prefix=_RESPONSE_ID_PREFIX, extra_bytes=extra_bytes)
 
 
-async def _generate(
-    request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
+async def generate(
+    request: web.Request, *, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
     """Answer a request: parse its body, submit its sequences to the engine core, and send what they generate.
 
@@ -135,7 +116,7 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
             log.warning("items of a response's input are not shown: %s", item_types)
         logprobs = LogprobFormatter(state.detokenizer_factory) if body.logprobs else None
         return ResponsesFormatter(generation, response_context, logprobs)
-    if generation.id.startswith(_MESSAGE_ID_PREFIX):
+    if generation.id.startswith(MESSAGE_ID_PREFIX):
         return MessagesFormatter(generation)
     if isinstance(body, ChatRequest):
         return ChatFormatter(generation, body, state.detokenizer_factory)

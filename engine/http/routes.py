@@ -12,8 +12,6 @@ from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
 from engine.http.metrics import collect_families
-from engine.protocol.parsed_request import read_count
-from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
 from options.metrics import TEXT_FORMAT, render_metrics
 from prompts import field_error
@@ -108,19 +106,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    return await _read_and_respond(request, read_tokenize)
-
-
-async def count_tokens(request: web.Request) -> web.Response:
-    return await _read_and_respond(request, read_count)
-
-
-async def detokenize(request: web.Request) -> web.Response:
-    return await _read_and_respond(request, read_detokenize)
-
-
-async def _read_and_respond(request: web.Request, parse: BodyParser[tuple[str | None, bytes]]) -> web.Response:
+async def parse_and_respond(request: web.Request, *, parse: BodyParser[tuple[str | None, bytes]]) -> web.Response:
+    """Answer a request by its body alone. `parse` returns the requested model and the answer."""
     state = request.app[STATE]
     model, answer = await state.reader.read(parse, await state.read_body(request), tenant=state.get_tenant(request))
     state.check_model(model)

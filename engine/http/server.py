@@ -24,11 +24,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_log import AccessLogger
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
-from engine.http import generate, routes, weights
-from engine.http.generate import STATE
+from engine.http import routes, weights
+from engine.http.generate import MESSAGE_ID_PREFIX, STATE, create_response, generate
 from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
+from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
+from engine.protocol.tokenize import read_detokenize, read_tokenize
 from options.addresses import bracket_host
 from options.system import raise_file_limit, run_main
 from options.tls import make_server_context
@@ -60,17 +62,17 @@ def build_app(state: ServerState) -> web.Application:
     app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
     # APIs of OpenAI and Anthropic.
-    app.router.add_post("/v1/chat/completions", generate.create_chat_completion)
-    app.router.add_post("/v1/completions", generate.create_completion)
-    app.router.add_post("/v1/messages", generate.create_message)
-    app.router.add_post("/v1/messages/count_tokens", routes.count_tokens)
-    app.router.add_post("/v1/responses", generate.create_response)
+    app.router.add_post("/v1/chat/completions", partial(generate, parse=read_chat, id_prefix="chatcmpl-"))
+    app.router.add_post("/v1/completions", partial(generate, parse=read_completion, id_prefix="cmpl-"))
+    app.router.add_post("/v1/messages", partial(generate, parse=read_messages, id_prefix=MESSAGE_ID_PREFIX))
+    app.router.add_post("/v1/messages/count_tokens", partial(routes.parse_and_respond, parse=read_count))
+    app.router.add_post("/v1/responses", create_response)
     app.router.add_get("/v1/responses/{response_id}", routes.show_response)
     app.router.add_delete("/v1/responses/{response_id}", routes.delete_response)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
-    app.router.add_post("/tokenize", routes.tokenize)
-    app.router.add_post("/detokenize", routes.detokenize)
+    app.router.add_post("/tokenize", partial(routes.parse_and_respond, parse=read_tokenize))
+    app.router.add_post("/detokenize", partial(routes.parse_and_respond, parse=read_detokenize))
     # Probes, metrics and facts for routers.
     app.router.add_get("/", routes.show_paths)
     app.router.add_get("/health", routes.check_health)
