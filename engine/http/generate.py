@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.http.state import ServerState, make_not_running_error
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.process.client import EngineDeadError, OutputStream
+from engine.process.logprob_budget import LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
@@ -34,7 +35,7 @@ from engine.protocol.logprobs import LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ParsedRequest, read_response, read_response_references
 from engine.protocol.responses import ResponsesFormatter
-from engine.types import Constraint, FinishReason, SequenceOutput
+from engine.types import Constraint, FinishReason, SequenceOutput, count_logprobs
 from prompts import ChatRequest, RequestError
 
 log = logging.getLogger("engine.server")
@@ -45,8 +46,6 @@ MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
 KEEPALIVE_COMMENT_S = 5.0
 """Silence after which a stream sends a comment."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
-LOGPROBS_PER_PAUSE = 2048
-"""Logprobs that are formatted before the event loop serves others, in some milliseconds."""
 FINAL_WRITES_S = 1.0
 """Time after a stream's deadline for all that is still to be written: unread text, and the error that ends it."""
 FINAL_WRITE_S_MIN = 0.1
@@ -146,10 +145,9 @@ async def _respond(
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         delta_stream = DeltaStream(state, generation, stream)
         if generation.body.stream:
-            return await _stream_response(state, writer, delta_stream, formatter, stream.logprob_share.release)
+            return await _stream_response(state, writer, delta_stream, formatter, stream.logprob_share)
         async for deltas in delta_stream:
-            # A whole answer keeps its share of the memory for logprobs until it is sent.
-            await format_logprobs(formatter, deltas, _keep_logprobs)
+            await format_logprobs(formatter, deltas)  # they count as held until the whole answer is sent
         response_body = formatter.format_response()
         _store_response(state, formatter)
         return await writer.write_body(response_body)
@@ -240,29 +238,19 @@ def drop_tokens(output: SequenceOutput) -> SequenceOutput:
     )
 
 
-async def format_logprobs(
-    formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]], release_logprobs: Callable[[int], None]
-) -> None:
-    """Format the logprobs of new tokens as JSON. There may be millions, so other requests are served in between.
+async def format_logprobs(formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]]) -> int:
+    """Format the logprobs of new tokens as JSON, and return how many there were.
 
-    `release_logprobs` is called with the number of formatted logprobs, which the server need not hold any more.
+    There may be millions, so other requests are served in between.
     """
     if isinstance(formatter, MessagesFormatter):  # Anthropic's API has no logprobs
-        return
-    logprobs_since_pause = 0
+        return 0
+    formatted_count = 0
     for choice, delta in deltas:
-        delta_logprobs = 0
-        for formatted_count in formatter.format_logprobs(choice, delta):
-            delta_logprobs += formatted_count
-            logprobs_since_pause += formatted_count
-            if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
-                logprobs_since_pause = 0
-                await asyncio.sleep(0)
-        release_logprobs(delta_logprobs)
-
-
-def _keep_logprobs(logprob_count: int) -> None:
-    """Release no logprobs, of an answer that has all of them at its end."""
+        formatted_count += count_logprobs(delta.logprobs) + count_logprobs(delta.prompt_logprobs)
+        for _ in formatter.format_logprobs(choice, delta):
+            await asyncio.sleep(0)
+    return formatted_count
 
 
 async def _stream_response(
@@ -270,19 +258,19 @@ async def _stream_response(
     writer: ResponseWriter,
     delta_stream: DeltaStream,
     formatter: ResponseFormatter,
-    release_logprobs: Callable[[int], None],
+    logprob_share: LogprobShare,
 ) -> web.StreamResponse:
     """Send an answer as a stream of server-sent events, while it is generated.
 
-    An error is raised if nothing was sent yet, and else sent as the last event. `release_logprobs`: gives back memory
-    of logprobs that were formatted.
+    An error is raised if nothing was sent yet, and else sent as the last event. `logprob_share`: counts the logprobs
+    that are not sent yet.
     """
-    if isinstance(formatter, ResponsesFormatter):
-        release_logprobs = _keep_logprobs  # the last event repeats the whole answer
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
-            await format_logprobs(formatter, deltas, release_logprobs)
+            logprob_count = await format_logprobs(formatter, deltas)
+            if not isinstance(formatter, ResponsesFormatter):  # whose last event repeats the whole answer
+                logprob_share.release(logprob_count)
             events = [formatter.format_delta(choice, delta) for choice, delta in deltas]
             await writer.write(b"".join(events))
         final_events = formatter.format_end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -36,7 +35,6 @@ class ChatFormatter(OpenAIFormatter):
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the chunks of a delta, before them the role if it is the first; empty bytes if there are none."""
-        self._format_all_logprobs(choice, delta)
         role_chunk = self._format_role_chunk(choice) if self._is_first_delta(choice) else b""
         if self._is_text_only and delta.finish_reason is None and not delta.tool_calls:
             if not delta.reasoning and not delta.text:
@@ -116,13 +114,13 @@ class ChatFormatter(OpenAIFormatter):
         }
         return self._format_chunk(choice, chunk_choice, **self._show_ids(prompt_token_ids=self._generation.prompts[0]))
 
-    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+    def _format_prompt_position(self, choice: Choice, position: TokenLogprobs | None) -> None:
         if choice.index == 0:  # all choices have one prompt
-            self._prompt_logprobs[0] += map(self._logprobs.format_prompt, positions)
+            self._prompt_logprobs[0].append(self._logprobs.format_prompt(position))
 
-    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+    def _format_position(self, choice: Choice, position: TokenLogprobs) -> None:
         if not self._hides_tokens:
-            self._logprobs_by_choice[choice.index] += map(self._logprobs.format_chat, positions)
+            self._logprobs_by_choice[choice.index].append(self._logprobs.format_chat(position))
 
     def _flush_logprobs(self, choice: Choice) -> JsonObject | None:
         """Return the logprobs that were formatted since the last call."""

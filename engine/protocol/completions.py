@@ -31,7 +31,6 @@ class CompletionFormatter(OpenAIFormatter):
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the chunk of a delta; empty bytes if the delta has no text yet."""
-        self._format_all_logprobs(choice, delta)
         chunk_choice = self._make_choice(choice, delta, is_first=self._is_first_delta(choice))
         if self._is_text_only and delta.finish_reason is None and not chunk_choice["text"]:
             return b""
@@ -66,18 +65,15 @@ class CompletionFormatter(OpenAIFormatter):
     def _prepend_prompt(self, choice: Choice, text: str) -> str:
         return self._prompt_texts[choice.index // self._generation.n] + text
 
-    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
-        body = self._body
-        if body.prompt_logprobs is not None:
-            self._prompt_logprobs[choice.index] += map(self._logprobs.format_prompt, positions)
-        if body.echo and body.logprobs is not None:
-            self._format_logprobs(choice, positions)
+    def _format_prompt_position(self, choice: Choice, position: TokenLogprobs | None) -> None:
+        if self._body.prompt_logprobs is not None:
+            self._prompt_logprobs[choice.index].append(self._logprobs.format_prompt(position))
+        if self._body.echo and self._body.logprobs is not None:
+            self._format_position(choice, position)
 
-    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
-        logprobs = self._logprobs_by_choice[choice.index]
-        for position in positions:
-            token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id
-            self._logprobs.add_completion(position, token_id, logprobs)
+    def _format_position(self, choice: Choice, position: TokenLogprobs | None) -> None:
+        token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id
+        self._logprobs.add_completion(position, token_id, self._logprobs_by_choice[choice.index])
 
     def _flush_logprobs(self, choice: Choice) -> JsonObject | None:
         """Return the logprobs that were formatted since the last call."""

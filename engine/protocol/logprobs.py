@@ -6,9 +6,9 @@ the answer's end took 400 bytes and 19 us each (2 slow cores); JSON takes 60 byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -17,11 +17,9 @@ from engine.types import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
 """Smallest logprob in an answer, as with OpenAI and vLLM: JSON has no minus infinity."""
-SLICE_POSITIONS = 64
-"""Positions that are formatted at a time, in some milliseconds."""
+PART_POSITIONS = 64
+"""Positions that are formatted at a time, in a millisecond or two."""
 _encode = msgspec.json.encode
-
-Position = TypeVar("Position", bound=TokenLogprobs | None)
 
 
 @dataclass(slots=True)
@@ -48,12 +46,6 @@ class PendingLogprobs:
         }
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
         return logprobs
-
-
-def split_positions(positions: list[Position]) -> Iterator[list[Position]]:
-    """Split positions with logprobs into parts, between which other requests are served."""
-    for start in range(0, len(positions), SLICE_POSITIONS):
-        yield positions[start : start + SLICE_POSITIONS]
 
 
 def join_json_list(items: Sequence[bytes]) -> msgspec.Raw:

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,8 +16,8 @@ from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
-from engine.protocol.logprobs import LogprobFormatter, split_positions
-from engine.types import TokenLogprobs, count_logprobs
+from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter
+from engine.types import TokenLogprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -69,29 +69,27 @@ class OpenAIFormatter:
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` by index of the choice that shows them."""
 
-    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
-        """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.
+    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[None]:
+        """Format the logprobs of a delta, for the next chunk or the whole answer, and remove them.
 
-        The server serves other requests between two parts. `format_delta` formats what is left.
+        Yields after every PART_POSITIONS positions, so that the server can serve other requests in between.
         """
-        for prompt_part in split_positions(delta.prompt_logprobs):
-            self._format_prompt_logprobs(choice, prompt_part)
-            yield count_logprobs(prompt_part)
-        for part in split_positions(delta.logprobs):
-            self._format_logprobs(choice, part)
-            yield count_logprobs(part)
+        for number, prompt_position in enumerate(delta.prompt_logprobs, 1):
+            self._format_prompt_position(choice, prompt_position)
+            if number % PART_POSITIONS == 0:
+                yield
+        for number, position in enumerate(delta.logprobs, 1):
+            self._format_position(choice, position)
+            if number % PART_POSITIONS == 0:
+                yield
         delta.prompt_logprobs, delta.logprobs = [], []
 
-    def _format_all_logprobs(self, choice: Choice, delta: ChoiceDelta) -> None:
-        for _ in self.format_logprobs(choice, delta):
-            pass
-
-    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
-        """Format logprobs of prompt tokens, for the next chunk or the whole answer."""
+    def _format_prompt_position(self, choice: Choice, position: TokenLogprobs | None) -> None:
+        """Format the logprobs of a prompt token."""
         raise NotImplementedError
 
-    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
-        """Format logprobs of sampled tokens, for the next chunk or the whole answer."""
+    def _format_position(self, choice: Choice, position: TokenLogprobs) -> None:
+        """Format the logprobs of a sampled token."""
         raise NotImplementedError
 
     def format_end(self) -> bytes:

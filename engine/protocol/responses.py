@@ -18,10 +18,9 @@ from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
-from engine.protocol.logprobs import LogprobFormatter, join_json_list, split_positions
+from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter, join_json_list
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext
-from engine.types import count_logprobs
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
@@ -66,15 +65,16 @@ class ResponsesFormatter:
         self._logprobs_by_block: defaultdict[int, list[bytes]] = defaultdict(list)
         """Logprobs of each block of text, by the block's index."""
 
-    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
-        """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.
+    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[None]:
+        """Format the logprobs of a delta, and remove them. Yields after every PART_POSITIONS positions.
 
         Logprobs of reasoning and calls are dropped.
         """
         if self._logprobs is not None:
-            for part in split_positions(delta.logprobs):
-                self._pending_logprobs += map(self._logprobs.format_chat, part)
-                yield count_logprobs(part)
+            for number, position in enumerate(delta.logprobs, 1):
+                self._pending_logprobs.append(self._logprobs.format_chat(position))
+                if number % PART_POSITIONS == 0:
+                    yield
         delta.logprobs = []
         if delta.text:
             self._text_logprobs += self._pending_logprobs

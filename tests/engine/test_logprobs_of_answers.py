@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream, format_logprobs
+from engine.http.generate import DeltaStream, format_logprobs
 from engine.http.metrics import ServerMetrics
 from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
@@ -25,11 +25,11 @@ from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
-from engine.protocol.logprobs import LOGPROB_FLOOR
+from engine.protocol.logprobs import LOGPROB_FLOOR, PART_POSITIONS
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
-from engine.types import FinishReason, SequenceOutput, TokenLogprobs, count_logprobs
+from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import ChatRequest, CompletionRequest, RequestError, parse_chat, parse_completion
 
 FACTORY = DetokenizerFactory(build_tokenizer(1024))
@@ -114,10 +114,9 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
     stream_bytes = b""
     for output in outputs_of(scores, [None, *prompt]):
         piece = generation.choices[0].push(output)
+        list(answer.format_logprobs(generation.choices[0], piece))
         if stream:
             stream_bytes += answer.format_delta(generation.choices[0], piece)
-        else:
-            list(answer.format_logprobs(generation.choices[0], piece))
     if stream:
         chunks = [json.loads(event[6:]) for event in stream_bytes.split(b"\n\n") if event]
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
@@ -151,10 +150,10 @@ def test_an_echo_alone_has_no_token(stream: bool) -> None:
     async def read() -> list[dict[str, Any]]:
         outputs: Any = _yield_once(output)
         ((choice, delta),) = await anext(DeltaStream(Mock(metrics=ServerMetrics()), generation, outputs))
+        list(answer.format_logprobs(choice, delta))
         if stream:
             events = answer.format_delta(choice, delta) + answer.format_end()
             return [json.loads(event[6:]) for event in events.split(b"\n\n")[:-2]]
-        list(answer.format_logprobs(choice, delta))
         return [json.loads(answer.format_response())]
 
     part, *rest = asyncio.run(read())
@@ -191,12 +190,11 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 
     async def main() -> None:
         counting_task = asyncio.ensure_future(count_turns())
-        await format_logprobs(answer, pieces, lambda count: None)
+        await format_logprobs(answer, pieces)
         counting_task.cancel()
 
     asyncio.run(main())
-    in_all = samples * (tokens + prompt) * 21
-    assert turns >= in_all // (2 * LOGPROBS_PER_PAUSE)
+    assert turns >= samples * (tokens + prompt) // (2 * PART_POSITIONS)
     assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
 
 
@@ -205,15 +203,8 @@ def test_logprobs_count_until_they_are_formatted_and_gone() -> None:
     generation, answer = completion(n=2, logprobs=1)
     output = SequenceOutput(request_id="u", token_ids=[9] * 500, logprobs=[score(1)] * 500)
     pieces = [(choice, choice.push(structs.replace(output))) for choice in generation.choices]
-    held_count = 2 * 500 * 2
-
-    def release(count: int) -> None:
-        nonlocal held_count
-        held_count -= count
-        assert sum(count_logprobs(piece.logprobs) for _, piece in pieces) <= held_count
-
-    asyncio.run(format_logprobs(answer, pieces, release))
-    assert held_count == 0
+    assert asyncio.run(format_logprobs(answer, pieces)) == 2 * 500 * 2
+    assert not any(piece.logprobs for _, piece in pieces)
 
 
 class Client:
