@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from engine.output.detokenizer import DetokenizerFactory
 from engine.types import TokenLogprobs
@@ -48,8 +49,8 @@ class PendingLogprobs:
         return logprobs
 
 
-def join_json_list(items: Sequence[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[%b]" % b",".join(items))
+def join_json_list(items: Sequence[bytes]) -> Raw:
+    return Raw(b"[%b]" % b",".join(items))
 
 
 class LogprobFormatter:
@@ -61,10 +62,8 @@ class LogprobFormatter:
     def __init__(self, factory: DetokenizerFactory, as_token_ids: bool = False) -> None:
         self._factory = factory
         self._as_token_ids = as_token_ids
-        self._token_json: dict[int, bytes] = {}
-        """Token id -> its text, as JSON."""
-        self._bytes_json: dict[int, bytes] = {}
-        """Token id -> its bytes, as JSON."""
+        self._texts: dict[int, tuple[str, Raw]] = {}
+        """Token id -> its text, and its bytes as a list in JSON."""
 
     def token_text(self, token_id: int) -> str:
         if self._as_token_ids:
@@ -73,11 +72,17 @@ class LogprobFormatter:
 
     def format_chat(self, position: TokenLogprobs) -> bytes:
         """Return the JSON of a position in a chat."""
-        top_entries = [
-            b"%b}" % self._format_chat_entry(token_id, logprob) for token_id, logprob in position.top_logprobs
-        ]
-        entry = self._format_chat_entry(position.token_id, position.logprob)
-        return b'%b,"top_logprobs":[%b]}' % (entry, b",".join(top_entries))
+        entry = self._make_chat_entry(position.token_id, position.logprob)
+        entry["top_logprobs"] = [self._make_chat_entry(*pair) for pair in position.top_logprobs]
+        return _encode(entry)
+
+    def _make_chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text_and_bytes = self._texts.get(token_id)
+        if text_and_bytes is None:
+            bytes_json = Raw(_encode(list(self._factory.token_bytes(token_id))))
+            text_and_bytes = self._texts[token_id] = self.token_text(token_id), bytes_json
+        text, bytes_json = text_and_bytes
+        return {"token": text, "logprob": _clamp_to_floor(logprob), "bytes": bytes_json}
 
     def add_completion(self, position: TokenLogprobs | None, token_id: int, pending: PendingLogprobs) -> None:
         """Add a position to the pending logprobs. `position`: None for a prompt's first token, which has no logprob."""
@@ -89,43 +94,23 @@ class LogprobFormatter:
             pending.token_logprobs.append(None)
             pending.top_logprobs.append(b"null")
             return
-        pending.token_logprobs.append(_clamp_to_floor(position.logprob))
-        top = {self._encode_token(token_id): _encode_logprob(position.logprob)}
-        top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top_logprobs)
-        pending.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
+        logprob = _clamp_to_floor(position.logprob)
+        pending.token_logprobs.append(logprob)
+        top = {token: logprob}
+        top.update((self.token_text(top_id), _clamp_to_floor(logprob)) for top_id, logprob in position.top_logprobs)
+        pending.top_logprobs.append(_encode(top))
 
     def format_prompt(self, position: TokenLogprobs | None) -> bytes:
         """Return the JSON of a position in vLLM's `prompt_logprobs`."""
         if position is None:
             return b"null"
-        entries = {position.token_id: (position.logprob, position.rank)}
-        entries.update((token_id, (logprob, rank)) for rank, (token_id, logprob) in enumerate(position.top_logprobs, 1))
-        items = [
-            b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
-            % (token_id, _encode_logprob(logprob), rank, self._encode_token(token_id))
-            for token_id, (logprob, rank) in entries.items()
-        ]
-        return b"{%b}" % b",".join(items)
+        entries = {position.token_id: self._make_prompt_entry(position.token_id, position.logprob, position.rank)}
+        for rank, (token_id, logprob) in enumerate(position.top_logprobs, 1):
+            entries[token_id] = self._make_prompt_entry(token_id, logprob, rank)
+        return _encode(entries)
 
-    def _format_chat_entry(self, token_id: int, logprob: float) -> bytes:
-        token_bytes = self._bytes_json.get(token_id)
-        if token_bytes is None:
-            token_bytes = self._bytes_json[token_id] = _encode(list(self._factory.token_bytes(token_id)))
-        return b'{"token":%b,"logprob":%b,"bytes":%b' % (
-            self._encode_token(token_id),
-            _encode_logprob(logprob),
-            token_bytes,
-        )
-
-    def _encode_token(self, token_id: int) -> bytes:
-        text_json = self._token_json.get(token_id)
-        if text_json is None:
-            text_json = self._token_json[token_id] = _encode(self.token_text(token_id))
-        return text_json
-
-
-def _encode_logprob(logprob: float) -> bytes:
-    return repr(_clamp_to_floor(logprob)).encode()
+    def _make_prompt_entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _clamp_to_floor(logprob), "rank": rank, "decoded_token": self.token_text(token_id)}
 
 
 def _clamp_to_floor(logprob: float) -> float:
