@@ -12,14 +12,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 ESCAPED = '"\\\n\r\t\b\f'
 """Characters that JSON escapes and that a text may have. Other control characters are left out of classes."""
 _UNESCAPED = r'[^"\\\x00-\x1f]'
 _SAMPLES = (*map(chr, range(0x20, 0x250)), *"\u0416\u05d0\u3042\u4e00\U0001f600", *ESCAPED)
-"""Characters by which classes are compared, beside the characters that a class names."""
-_COMPARED_CHARS = frozenset(_SAMPLES)
+"""Characters by which classes are compared, beside the characters that their regular expression names."""
 _FOLLOWING_MAX = 8
 """Most parts after a run that are compared with it."""
 DEFINITION_CHARS_MAX = 64 << 10
@@ -109,21 +107,8 @@ class _CharSet:
 
     sources: tuple[str, ...]
     """Regular expressions that match one character each. The class is their union."""
-
-    @property
-    def chars(self) -> frozenset[str]:
-        """Characters of `_SAMPLES`, and characters that the class names, that match the class."""
-        return frozenset().union(*map(_matching_samples, self.sources))
-
-    def matches(self, char: str) -> bool:
-        return any(char in _matching_samples(source) or re.fullmatch(source, char) for source in self.sources)
-
-
-@lru_cache(maxsize=4096)
-def _matching_samples(source: str) -> frozenset[str]:
-    pattern = re.compile(source)
-    named_chars = [chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", source)]
-    return frozenset(char for char in (*_SAMPLES, *source, *named_chars) if pattern.fullmatch(char))
+    chars: frozenset[str]
+    """Characters of the class, among `_SAMPLES` and the characters that the whole regular expression names."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +155,10 @@ class _RegexParser:
         self._pattern = pattern
         self._pos = 0
         self._flags = flags
+        named_chars = [chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", pattern)]
+        self._samples = {*_SAMPLES, *pattern, *named_chars}
+        self._char_sets: dict[str, _CharSet] = {}
+        """Source of a class -> the class."""
 
     def parse(self) -> _RegexNode:
         node = self._parse_choice()
@@ -185,9 +174,11 @@ class _RegexParser:
         while self._pattern.startswith("|", self._pos):
             self._pos += 1
             branches.append(self._parse_sequence())
-        if all(isinstance(branch, _CharSet) for branch in branches):
-            return _CharSet(tuple(source for branch in branches for source in branch.sources))  # type: ignore[union-attr]
-        return _Choice(tuple(branches))
+        char_sets = [branch for branch in branches if isinstance(branch, _CharSet)]
+        if len(char_sets) < len(branches):
+            return _Choice(tuple(branches))
+        sources = [source for char_set in char_sets for source in char_set.sources]
+        return _CharSet(tuple(sources), frozenset().union(*(char_set.chars for char_set in char_sets)))
 
     def _parse_sequence(self) -> _RegexNode:
         parts: list[_RegexNode] = []
@@ -222,8 +213,13 @@ class _RegexParser:
         source = match[0]
         if source == ".":
             source = r"[\s\S]" if "s" in self._flags else r"[^\n]"
-        re.compile(source)
-        return _CharSet((f"(?i:{source})" if "i" in self._flags else source,))
+        return self._make_char_set(f"(?i:{source})" if "i" in self._flags else source)
+
+    def _make_char_set(self, source: str) -> _CharSet:
+        if source not in self._char_sets:
+            chars = frozenset(filter(re.compile(source).fullmatch, self._samples))
+            self._char_sets[source] = _CharSet((source,), chars)
+        return self._char_sets[source]
 
     def _parse_group(self, opening: re.Match[str]) -> _RegexNode:
         """Parse a group to its end. Flags in its opening hold inside of it."""
@@ -295,43 +291,35 @@ def _is_disjoint(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
     Else the lexer would take that character as a part of the run. `following`: nodes after the run.
     """
     for node in following[:_FOLLOWING_MAX]:
-        first, may_be_empty = _first_chars(node)
-        if _have_common_char(run, first):
+        first_chars, may_be_empty = _find_first_chars(node)
+        if run.chars & first_chars:
             return False
         if not may_be_empty:
             return True
     return len(following) <= _FOLLOWING_MAX
 
 
-def _have_common_char(first: _CharSet, second: _CharSet) -> bool:
-    """Return whether a character matches both classes, by sample characters and those that either class names."""
-    if first.chars & second.chars:
-        return True
-    named_chars = (first.chars | second.chars) - _COMPARED_CHARS
-    return any(first.matches(char) and second.matches(char) for char in named_chars)
+def _find_first_chars(node: _RegexNode) -> tuple[frozenset[str], bool]:
+    """Return the characters with which a text of a regular expression may begin, and whether the text may be empty.
 
-
-def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
-    """Return the class of characters with which a text of a regular expression may begin, and if a text may be empty.
-
-    The class of a sequence has the first characters of its parts up to the first that cannot be empty.
+    A sequence may begin with the first characters of its parts up to the first part that cannot be empty.
     """
     if isinstance(node, _CharSet):
-        return node, False
+        return node.chars, False
     if isinstance(node, _Repeat):
-        first, may_be_empty = _first_chars(node.inner)
-        return first, may_be_empty or node.min_count == 0
-    sources: list[str] = []
+        first_chars, may_be_empty = _find_first_chars(node.inner)
+        return first_chars, may_be_empty or node.min_count == 0
+    first_chars = frozenset()
     if isinstance(node, _Choice):
         has_empty_branch = False
         for branch in node.branches:
-            first, may_be_empty = _first_chars(branch)
-            sources += first.sources
+            branch_chars, may_be_empty = _find_first_chars(branch)
+            first_chars |= branch_chars
             has_empty_branch = has_empty_branch or may_be_empty
-        return _CharSet(tuple(sources)), has_empty_branch
+        return first_chars, has_empty_branch
     for part in node.parts:
-        first, may_be_empty = _first_chars(part)
-        sources += first.sources
+        part_chars, may_be_empty = _find_first_chars(part)
+        first_chars |= part_chars
         if not may_be_empty:
-            return _CharSet(tuple(sources)), False
-    return _CharSet(tuple(sources)), True
+            return first_chars, False
+    return first_chars, True
