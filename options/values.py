@@ -150,7 +150,7 @@ def read_value(label: str, value: Any, value_type: Any, *, is_secret: bool = Fal
         if isinstance(value, UntypedText):
             return parse_text(str(value), value_type)
         return convert_value(value, value_type)
-    except (ValueError, RecursionError, msgspec.MsgspecError):
+    except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         base_type, _ = split_annotated(value_type)
         is_repeated_flag = isinstance(value, tuple) and get_origin(base_type) is tuple
         if is_repeated_flag:

@@ -81,6 +81,7 @@ def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
         ("", Port), ("8_0", Port), ("1.5", Port), ("65536", Port), ("yes", bool), ("inf", float), ("-inf", float),
         ("nan", float), ("1e999", float), ("1 inf", tuple[float, float]), ("1", tuple[float, float]), ("9" * 5000, int),
         ("[1", tuple[int, ...]), ("cuda", Literal["auto", "cpu"]), ("[" * 100_000, tuple[str, ...]),
+        ("9" * 400 + "G", Annotated[int, Size()]),
     ],
 )  # fmt: skip
 def test_text_that_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
