@@ -9,6 +9,7 @@ are read. Messages are handed over only after checking that their connection is 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -51,7 +52,7 @@ from events.stream_types import (
     RequestSnapshot,
 )
 from events.types import DecodeError, EventsError
-from options.system import make_event_loop
+from options.system import import_event_loops
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class EventFeed:
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
 
-        self._loop = make_event_loop()
+        self._loop: asyncio.AbstractEventLoop = import_event_loops().new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-feed", daemon=True)
         self._lock = threading.Lock()
         """Held while a command is submitted, so that the loop is not closed meanwhile."""

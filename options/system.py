@@ -9,10 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 _BOOTSTRAP = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -39,24 +36,13 @@ def read_resident_bytes() -> int:
         return 0
 
 
-def make_event_loop() -> asyncio.AbstractEventLoop:
-    """Make an event loop, uvloop's where it is installed."""
+def import_event_loops() -> Any:
+    """Return the module whose `run` and `new_event_loop` are to be used: uvloop where it is installed, else asyncio."""
     try:
         import uvloop
     except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
-
-def run_main(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a program's coroutine as `asyncio.run` does, on uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    result: Result = uvloop.run(main)
-    return result
+        return asyncio
+    return uvloop
 
 
 def start_child(module: str, *numbers: int) -> tuple[subprocess.Popen[bytes], socket.socket]:

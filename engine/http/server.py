@@ -32,7 +32,7 @@ from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from options.addresses import bracket_host
-from options.system import raise_file_limit, run_main
+from options.system import import_event_loops, raise_file_limit
 from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 from prompts.paths import make_unknown_path_error
@@ -404,4 +404,5 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     async def main() -> int:
         return await Server(engine_config, config).run()
 
-    return run_main(main())
+    status: int = import_event_loops().run(main())
+    return status

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from options import ConfigError
 from options.addresses import bracket_host
-from options.system import raise_file_limit, run_main
+from options.system import import_event_loops, raise_file_limit
 from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
@@ -274,4 +274,4 @@ def run_process(config: ProcessConfig, version: str, process_class: type[RouterP
     async def run() -> None:
         await process_class(config, version).run()  # its parts need a running event loop
 
-    run_main(run())
+    import_event_loops().run(run())
