@@ -13,6 +13,7 @@ import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from engine.types import Constraint, Request, SamplingParams, SequenceOutput, To
 from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, field_error
+from prompts.chat_rendering import render_chat
 from prompts.schemas import Int64, Salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -187,17 +189,19 @@ class LLM:
         """
         is_one_conversation = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one_conversation else messages
+        render = self._tokenizer.render_chat_text
+        if chat_template is not None and self._tokenizer.chat_template is not None:
+            render = partial(render_chat, self._tokenizer.chat_template.replace(chat_template))
         jobs: list[_PromptJob] = []
         for conversation in conversations:
             request = ChatRequest(
                 messages=list(conversation),
-                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            text = self._tokenizer.render_chat_text(request)
+            text = render(request)
             jobs.append(_PromptJob(text, self._tokenizer.encode(text, add_special_tokens=False)))
         params = self._check_params_of_prompts(sampling_params, len(jobs))
         return self._run(jobs, params, use_tqdm)

@@ -30,8 +30,6 @@ class ChatPrompt(Protocol):
     @property
     def documents(self) -> list[Message] | None: ...
     @property
-    def chat_template(self) -> str | None: ...
-    @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
     @property
     def add_generation_prompt(self) -> bool | None: ...
@@ -61,7 +59,6 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         _convert_messages(template, request),
         tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
         documents=documents,
-        chat_template=request.chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues_final_message,
         **variables,
@@ -83,10 +80,10 @@ def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
 def _convert_messages(template: ChatTemplate, request: ChatPrompt) -> list[Message]:
     """Return the messages of a chat as its template gets them."""
     has_tools = request.tools is not None
-    content_format = template.find_content_format(request.chat_template, has_tools=has_tools)
+    content_format = template.find_content_format(has_tools=has_tools)
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
     if any(message["role"] == "developer" for message in messages):
-        source = template.select_source(request.chat_template, has_tools=has_tools)
+        source = template.select_source(has_tools=has_tools)
         if '"developer"' not in source and "'developer'" not in source:  # it would refuse or drop such messages
             return _convert_developer_to_system(messages)
     return messages

@@ -106,7 +106,6 @@ class ChatTemplate:
 
     def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
         self._templates = {"default": templates} if isinstance(templates, str) else dict(templates)
-        self._has_named_templates = not isinstance(templates, str)
         self._variables = dict(variables or {})
         self.keeps_messages_as_sent = False
         """Whether templates get messages as before transformers 5.23: with nulls, and with reasoning under one name."""
@@ -117,10 +116,12 @@ class ChatTemplate:
         self.is_bounded = True
         """Whether all renderings have kept to the limit. If not, a server may render elsewhere; nothing is refused."""
 
-    def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
-        """Return the template of a request. `override` is a template's text or the name of one of the model's."""
-        if override is not None:
-            return self._templates.get(override, override) if self._has_named_templates else override
+    def replace(self, name_or_source: str) -> ChatTemplate:
+        """Return one of the model's templates by its name, or another template by its text."""
+        return ChatTemplate(self._templates.get(name_or_source, name_or_source), self._variables)
+
+    def select_source(self, *, has_tools: bool = False) -> str:
+        """Return the template of a chat with or without tools."""
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -130,9 +131,9 @@ class ChatTemplate:
             param="chat_template",
         )
 
-    def find_content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
-        """Return whether the template of a request wants `content` as a string or as parts."""
-        return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
+    def find_content_format(self, *, has_tools: bool = False) -> ContentFormat:
+        """Return whether the template of a chat wants `content` as a string or as parts."""
+        return _compile_template(self.select_source(has_tools=has_tools)).content_format
 
     @staticmethod
     def read_clock(source: str) -> tuple[str, ...]:
@@ -152,16 +153,15 @@ class ChatTemplate:
         *,
         tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None,
-        chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt's text, equal to that of transformers' `apply_chat_template(..., tokenize=False)`.
 
-        `chat_template`: a template, or the name of one of the model's, instead of its default. `add_generation_prompt`:
-        the prompt ends with the start of an answer. `continue_final_message`: it ends after the text of the last
-        message. Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
+        `add_generation_prompt`: the prompt ends with the start of an answer. `continue_final_message`: it ends after
+        the text of the last message. Raises RequestError for messages that the template refuses (`raise_exception`) or
+        cannot render.
         """
         if not messages:
             raise field_error("messages", "got an empty array, expected at least one message")
@@ -169,7 +169,7 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
-        template = self._compile_for_request(self.select_source(chat_template, has_tools=tools is not None))
+        template = _compile_template(self.select_source(has_tools=tools is not None))
         context = {
             **self._variables,
             **variables,
@@ -209,8 +209,7 @@ class ChatTemplate:
             return template.render(context, self.seconds_max)
         except (RenderLimitError, MemoryError) as error:
             problem = "the chat template needs too much memory" if isinstance(error, MemoryError) else str(error)
-            is_own_template = template.source in self._templates.values()
-            if not is_own_template or self.seconds_max == math.inf:
+            if self.seconds_max == math.inf:
                 raise RequestError(problem, param="messages") from error
             self.is_bounded = False  # so the router renders this model's chats in worker processes from now on
             raise TemplateLimitError(problem, param="messages") from error
@@ -222,13 +221,6 @@ class ChatTemplate:
             # The template is a program that failed on what the client sent, so the client gets the error.
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
-
-    @staticmethod
-    def _compile_for_request(source: str) -> _CompiledTemplate:
-        try:
-            return _compile_template(source)
-        except ChatTemplateError as error:
-            raise RequestError(str(error), param="chat_template") from error
 
 
 def _add_reasoning_names(message: Message) -> Message:

@@ -75,6 +75,8 @@ def test_chat_is_the_template_rendered(llm: LLM, capsys: pytest.CaptureFixture[s
     assert [result.outputs[0].text for result in two] == [chat_result.outputs[0].text] * 2
     assert chat_result.prompt is not None
     assert "hello" in chat_result.prompt
+    (other_result,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="said: {{ messages[0].content }}")
+    assert other_result.prompt == "said: hello"
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,8 @@ def test_named_templates_follow_transformers():
     chat = [{"role": "user", "content": "x"}]
     assert template.render(chat) == "plain"
     assert template.render(chat, tools=[TOOL]) == "with tools"
-    assert template.render(chat, chat_template="rag", documents=[{"text": "a"}]) == "1"
-    assert template.render(chat, chat_template="{{ 1 + 1 }}") == "2"
+    assert template.replace("rag").render(chat, documents=[{"text": "a"}]) == "1"
+    assert template.replace("{{ 1 + 1 }}").render(chat) == "2"
     with pytest.raises(RequestError, match="several chat templates"):
         ChatTemplate({"rag": "x"}).render(chat)
 
@@ -272,8 +272,8 @@ def test_a_failing_template_is_the_clients_error(source):
 def test_a_template_that_does_not_compile_names_the_line():
     with pytest.raises(ChatTemplateError, match="line 2"):
         ChatTemplate("ok\n{% for %}")
-    with pytest.raises(RequestError, match="line 1"):
-        ChatTemplate("x").render([{"role": "user"}], chat_template="{% if %}")
+    with pytest.raises(ChatTemplateError, match="line 1"):
+        ChatTemplate("x").replace("{% if %}")
 
 
 def test_a_number_of_thousands_of_digits_does_not_compile() -> None:

@@ -150,13 +150,3 @@ def test_what_cannot_be_read_says_so() -> None:
         ChatTemplate("{{ " + "(" * 50_000)
     with pytest.raises(ChatTemplateError):
         ChatTemplate("{% for a in messages %}" * 30 + END * 30)
-
-
-def test_a_client_s_own_template_is_bounded_too() -> None:
-    template = limited_template(ALL["chatml"])
-    with pytest.raises(RequestError, match="too long"):
-        template.render(MESSAGES, chat_template="{{ 'a' * 999999999 }}")
-    with pytest.raises(RequestError, match="too long"):
-        template.render(MESSAGES, chat_template=MANY * 3 + END * 3)
-    assert template.render(MESSAGES, chat_template="{{ messages | length }}") == "3"
-    assert template.is_bounded
