@@ -52,7 +52,6 @@ class Tokenizer:
         self,
         hf_tokenizer: HfTokenizer,
         *,
-        named_tokens: dict[str, str],
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
         with_fast_encoder: bool = True,
@@ -61,14 +60,8 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         """The tokenizer of the library `tokenizers`. It must not be changed."""
         self.chat_template = template
-
-        # Special tokens.
-        self.named_tokens = named_tokens
-        """Name in the config (`bos_token`, `eos_token` ...) -> text of the token."""
         self.eos_token_ids = eos_token_ids
         """Ids that end an answer."""
-        self.bos_token_id = self._named_token_id("bos_token")
-        self.eos_token_id = self._named_token_id("eos_token")
         added_tokens = hf_tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
 
@@ -96,7 +89,7 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
         return cls(
-            hf_tokenizer, named_tokens=named_tokens, template=template, with_fast_encoder=with_fast_encoder,
+            hf_tokenizer, template=template, with_fast_encoder=with_fast_encoder,
             eos_token_ids=_read_eos_ids(hf_tokenizer, folder, named_tokens),
         )  # fmt: skip
 
@@ -163,10 +156,6 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self.hf_tokenizer.token_to_id(token)
         return token_id
-
-    def _named_token_id(self, name: str) -> int | None:
-        token = self.named_tokens.get(name)
-        return None if token is None else self.token_to_id(token)
 
 
 def _build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | None:
