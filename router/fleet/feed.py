@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -253,14 +254,15 @@ class IndexFeed:
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
-        dump = _SnapshotDump(self._index, streams[rank])
-
-        def write_next_slice() -> bool:
-            with self._lock:
-                return dump.write_slice(is_followed=dump.stream.stream_id in self._stream_by_id)
-
-        self.events.schedule_work(dump.stream.stream_id, write_next_slice)
-        return dump.wait()
+        stream, snapshot = streams[rank], Future[PeerSnapshot | None]()
+        slices = self._write_snapshot(stream, snapshot)
+        self.events.schedule_work(stream.stream_id, lambda: next(slices, False))
+        deadline_s = time.monotonic() + SNAPSHOT_S_MAX
+        # After a restart the stream has no position and nothing sets a result, so look at it now and then.
+        while time.monotonic() < deadline_s and stream.position is not None:
+            with contextlib.suppress(futures.TimeoutError):
+                return snapshot.result(timeout=0.1)
+        return None
 
     def describe_streams(self, worker_id: str) -> dict[str, Any]:
         """Return the state of a worker's streams, for `/workers`."""
@@ -423,6 +425,31 @@ class IndexFeed:
             stream.down_since_s = time.monotonic()
         self._report(StreamLost(stream.worker_id, stream.rank))
 
+    def _write_snapshot(self, stream: WorkerStream, snapshot: Future[PeerSnapshot | None]) -> Iterator[bool]:
+        """Dump what the index has of a stream, slice by slice; yield True after each while there are more.
+
+        The result of `snapshot` is set at the end: None if the stream was replaced, or its cache cleared, meanwhile.
+        """
+        task: DumpTask | None = None
+        parts: list[DumpPart] = []
+        while True:
+            with self._lock:
+                is_followed = stream.stream_id in self._stream_by_id
+                if not is_followed or stream.position is None or stream.complete_from is None:
+                    break
+                try:
+                    task = task or self._index.begin_dump(stream.holder)
+                    new_parts = task.step()
+                except KeyError:  # the index entry of the stream was removed, or cleared by another thread
+                    break
+                if new_parts is None:
+                    seq, digest = stream.position
+                    snapshot.set_result(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, parts))
+                    return
+            parts.extend(new_parts)
+            yield True
+        snapshot.set_result(None)
+
     def apply_instruction(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
         """Apply what happened on an event stream to the index and the stream's record: a batch came, one was lost, ...
 
@@ -505,49 +532,3 @@ class IndexFeed:
         stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
         if stream.full_cache.tokens != old_tokens:
             self._report_capacity(stream)
-
-
-class _SnapshotDump:
-    """Copy of what the index has of one event stream. One thread writes it in slices, and another waits for it."""
-
-    def __init__(self, index: PrefixIndex, stream: WorkerStream) -> None:
-        self.stream = stream
-        self._results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
-        """Gets one item: the snapshot, or None if it cannot be made."""
-        self._index = index
-        self._task: DumpTask | None = None
-        """Dump of the index that is in progress; None before the first slice."""
-        self._parts: list[DumpPart] = []
-
-    def wait(self) -> PeerSnapshot | None:
-        """Wait until the snapshot is written and return it; None if it cannot be made, or takes too long."""
-        deadline_s = time.monotonic() + SNAPSHOT_S_MAX
-        # After a restart the stream has no position and nothing writes a result, so look at it now and then.
-        while time.monotonic() < deadline_s and self.stream.position is not None:
-            with contextlib.suppress(Empty):
-                return self._results.get(timeout=0.1)
-        return None
-
-    def write_slice(self, *, is_followed: bool) -> bool:
-        """Write the next slice and return whether there are more. After the last one, `wait` returns the snapshot.
-
-        `is_followed`: whether the stream is still the worker's. If it was replaced, or its cache was cleared meanwhile,
-        the snapshot would be wrong, so `wait` returns None.
-        """
-        stream = self.stream
-        if not is_followed or stream.position is None or stream.complete_from is None:
-            self._results.put(None)
-            return False
-        try:
-            if self._task is None:
-                self._task = self._index.begin_dump(stream.holder)
-            parts = self._task.step()
-        except KeyError:  # the index entry of the stream was removed, or cleared by another thread
-            self._results.put(None)
-            return False
-        if parts is None:
-            seq, digest = stream.position
-            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, self._parts))
-            return False
-        self._parts.extend(parts)
-        return True
