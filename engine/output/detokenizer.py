@@ -142,10 +142,7 @@ def _make_byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of GPT-2's byte-level alphabet (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
-    char_byte_pairs = [(chr(byte), byte) for byte in printable] + [
-        (chr(256 + i), byte) for i, byte in enumerate(unprintable)
-    ]
-    return dict(char_byte_pairs)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 _BYTE_BY_CHAR = _make_byte_level_alphabet()

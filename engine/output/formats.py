@@ -20,7 +20,7 @@ from engine.output.json_calls import (
 )
 from engine.output.python_calls import read_python_call
 from engine.output.xml_calls import FUNCTION_MARKER, read_xml_call
-from prompts import ChatTemplate, RequestError, Tokenizer
+from prompts import ChatTemplate, RequestError
 
 ReasoningState = Literal["before", "inside", "after"]
 """Position in a text: reasoning may begin, has begun, or has ended (or never was)."""
@@ -114,23 +114,17 @@ def resolve_formats(
         template_text = "" if template is None else template.select_source(has_tools=True)
     except RequestError:  # the template has several variants and no default
         template_text = ""
-    call_format = _resolve_format(call_setting, CALL_FORMATS, template_text)
-    reasoning_format = _resolve_format(reasoning_setting, REASONING_FORMATS, template_text)
+    call_format = choose_format(call_setting, CALL_FORMATS, template_text)
+    reasoning_format = choose_format(reasoning_setting, REASONING_FORMATS, template_text)
     return call_format, reasoning_format
 
 
-def _resolve_format(
+def choose_format(
     setting: str, formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat], template_text: str
 ) -> str | None:
-    if setting == "auto":
-        return detect_format(formats, template_text)
-    return None if setting == "none" else setting
-
-
-def detect_format(
-    formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat], template_text: str
-) -> str | None:
-    """Return the name of the first format of which a marker occurs in a chat template; None if none does."""
+    """Return the name of the format that a setting chooses, by the chat template for "auto"; None if there is none."""
+    if setting != "auto":
+        return None if setting == "none" else setting
     for name, format in formats.items():
         if any(marker in template_text for marker in format.template_markers):
             return name
@@ -156,14 +150,3 @@ def initial_reasoning_state(format: ReasoningFormat, prompt: str, continued_text
     if prompt_end.endswith(format.open_markers) or format.starts_inside:
         return "inside"
     return "before"
-
-
-def find_reasoning_end_token(format: ReasoningFormat, state: ReasoningState, tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends the reasoning of an answer that begins in `state`.
-
-    A constraint binds an answer only after this token. None: no reasoning comes, or its end is several tokens.
-    """
-    if state == "after":
-        return None
-    end_ids = map(tokenizer.token_to_id, format.close_markers)
-    return next((token_id for token_id in end_ids if token_id is not None), None)

@@ -6,14 +6,14 @@ are left out of the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from engine.output.choice import PLAIN_TEXT_CONFIG
-from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reasoning_end_token, initial_reasoning_state
+from engine.output.formats import REASONING_FORMATS, ReasoningState, initial_reasoning_state
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
@@ -271,14 +271,21 @@ def _keep_answered_fields(body: ChatRequest) -> dict[str, Any]:
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """Return (token that opens reasoning, token that ends it), between which an answer is not constrained.
 
-    The opening token is None if the prompt has already opened the reasoning. Both are None without reasoning.
+    The opening token is None if the prompt has already opened the reasoning. Both are None without reasoning, or if its
+    end is several tokens.
     """
-    if config.reasoning_format is None:
+    if config.reasoning_format is None or config.initial_state == "after":
         return None, None
     format = REASONING_FORMATS[config.reasoning_format]
-    end_id = find_reasoning_end_token(format, config.initial_state, tokenizer)
-    open_id = next((i for i in map(tokenizer.token_to_id, format.open_markers) if i is not None), None)
-    return (open_id if config.initial_state == "before" and end_id is not None else None), end_id
+    end_id = _find_token(format.close_markers, tokenizer)
+    if config.initial_state == "inside" or end_id is None:
+        return None, end_id
+    return _find_token(format.open_markers, tokenizer), end_id
+
+
+def _find_token(texts: Sequence[str], tokenizer: Tokenizer) -> int | None:
+    """Return the id of the first text that is one token."""
+    return next((token_id for token_id in map(tokenizer.token_to_id, texts) if token_id is not None), None)
 
 
 def build_constraint(

@@ -20,7 +20,6 @@ from engine.output.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
 from engine.output.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
-    find_reasoning_end_token,
     initial_reasoning_state,
     resolve_formats,
 )
@@ -28,7 +27,7 @@ from engine.output.parser import OutputParser, OutputParserConfig
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.params import ModelLimits
-from engine.protocol.parsed_request import ParsedRequest, make_parser_config
+from engine.protocol.parsed_request import ParsedRequest, make_parser_config, reasoning_token_ids
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import ChatTemplate, parse_chat
@@ -385,14 +384,13 @@ def test_thoughts_wherever_the_text_is_cut(name: str, state: Any, text: str, rea
 
 def test_the_token_that_ends_a_thought() -> None:
     tokenizer = PromptTokenizer.load(cached_tokenizer())
-    qwen3 = REASONING_FORMATS["qwen3"]
-    assert (
-        find_reasoning_end_token(qwen3, "inside", tokenizer)
-        == find_reasoning_end_token(qwen3, "before", tokenizer)
-        == TINY.token_to_id("</think>")
-    )
-    assert find_reasoning_end_token(qwen3, "after", tokenizer) is None
-    assert find_reasoning_end_token(REASONING_FORMATS["granite"], "inside", tokenizer) is None
+
+    def find_token(name: str, state: Any) -> int | None:
+        return reasoning_token_ids(OutputParserConfig(reasoning_format=name, initial_state=state), tokenizer)[1]
+
+    assert find_token("qwen3", "inside") == find_token("qwen3", "before") == TINY.token_to_id("</think>")
+    assert find_token("qwen3", "after") is None
+    assert find_token("granite", "inside") is None
 
 
 def test_parsers_are_chosen_by_flag_or_by_template() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.output.delta_builder import ChoiceDelta
 from engine.output.formats import (
     CALL_FORMATS,
-    detect_format,
+    choose_format,
 )
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types, schema_types
@@ -247,8 +247,8 @@ def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
 def test_formats_are_found_in_chat_templates() -> None:
     assert set(EXAMPLES) == set(CALL_FORMATS)
     for name, example in EXAMPLES.items():
-        assert detect_format(CALL_FORMATS, "{%- for message in messages %}" + example.template) == name
-    assert detect_format(CALL_FORMATS, "{{ messages[0].content }}") is None
+        assert choose_format("auto", CALL_FORMATS, "{%- for message in messages %}" + example.template) == name
+    assert choose_format("auto", CALL_FORMATS, "{{ messages[0].content }}") is None
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
