@@ -34,7 +34,7 @@ class _MatcherState:
     matcher: LLMatcher
     read_token_count: int = 0
     forced_token_ids: deque[int] = field(default_factory=deque)
-    """Tokens that the grammar forces next, as the tokenizer encodes their text, so that the next prompt is cached."""
+    """Next tokens, which the grammar forces, as the tokenizer encodes their text, so that the next prompt is cached."""
 
 
 class ConstrainedAnswers:
@@ -80,21 +80,21 @@ class ConstrainedAnswers:
             state.forced_token_ids = deque(state.matcher.compute_ff_tokens())
         if state.forced_token_ids:
             return state.forced_token_ids[0]
-        allowed_bitmask: bytes = state.matcher.compute_bitmask()
-        if state.matcher.is_error():
-            raise GrammarError(summarize_error(state.matcher))
         has_tags = PARAMETER_END_TAG in grammar  # tool calls have their arguments between tags
-        return self._choose_token(answer_tokens, allowed_bitmask, preferred_token, has_tags=has_tags)
+        return self._choose_token(answer_tokens, state, preferred_token, has_tags=has_tags)
 
     def _choose_token(
-        self, answer_tokens: list[int], allowed_bitmask: bytes, preferred_token: int, *, has_tags: bool
+        self, answer_tokens: list[int], state: _MatcherState, preferred_token: int, *, has_tags: bool
     ) -> int:
-        """Return the first of these tokens that the grammar allows. `allowed_bitmask` has a bit for each token.
+        """Return the first of these tokens that the grammar allows. Raises GrammarError if it allows none.
 
-        The end of the answer, once it is long enough; with `has_tags`, the end tag of a tool call's argument; the
-        preferred token, unless the last one was a word; a token that closes a part of JSON; the token that the answer
-        has least often.
+        The end of the answer, once it is long enough; with `has_tags`, the end tag of a tool call's argument after a
+        value; the preferred token, unless the last one was a word; a token that closes a part of JSON; the token that
+        the answer has least often.
         """
+        allowed_bitmask: bytes = state.matcher.compute_bitmask()  # has a bit for each token
+        if state.matcher.is_error():
+            raise GrammarError(summarize_error(state.matcher))
 
         def is_allowed(token: int) -> bool:
             byte_index, bit = token >> 3, token & 7
@@ -105,10 +105,11 @@ class ConstrainedAnswers:
         is_long_enough = len(answer_tokens) + 1 >= self._answer_length
         if may_end and (is_long_enough or not may_prefer):
             return self._eos_token_id
-        if has_tags and not may_end:
-            tag_end_token = self._find_next_tag_end_token(answer_tokens)
-            if tag_end_token is not None and is_allowed(tag_end_token):
-                return tag_end_token
+        ends_with_value = bool(answer_tokens) and self._is_value(answer_tokens[-1])
+        may_end_tag = has_tags and state.matcher.validate_tokens(self._tag_end_ids) == len(self._tag_end_ids)
+        if may_end_tag and ends_with_value and not may_end:
+            state.forced_token_ids = deque(self._tag_end_ids)
+            return self._tag_end_ids[0]
         if may_prefer and (may_end or not self._ends_with_word(answer_tokens)):
             return preferred_token
         candidates = list(islice(filter(is_allowed, self._token_order), MAX_CANDIDATES))
@@ -131,16 +132,6 @@ class ConstrainedAnswers:
         matcher_state.read_token_count = len(answer_tokens)
         self._matcher_states[request_id] = matcher_state
         return matcher_state
-
-    def _find_next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
-        """Return the next token of TAG_END, if the answer ends with a value, perhaps followed by tokens of TAG_END."""
-        for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
-            value_index = len(answer_tokens) - matched_count - 1
-            if value_index < 0 or answer_tokens[value_index + 1 :] != self._tag_end_ids[:matched_count]:
-                continue
-            if self._is_value(answer_tokens[value_index]):
-                return token
-        return None
 
     def _is_value(self, token: int) -> bool:
         last_char = self._tokenizer.hf_tokenizer.decode([token])[-1:]
