@@ -38,15 +38,6 @@ class KeptWeights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Rows that draw at random; the other rows take the likeliest token."""
-
-    unfiltered_rows: list[int]
-    filtered_rows: list[int]
-    """Rows with `top_k` or `top_p`."""
-
-
-@dataclass(frozen=True, slots=True)
 class DrawSettings:
     """Sampling settings of the rows of a matrix of logits: tensors of [rows], on the device of the logits."""
 
@@ -60,17 +51,12 @@ class DrawSettings:
     """fp32; 1 or more keeps all. At least one token is kept."""
     uniforms: Tensor
     """fp64: random numbers in [0, 1), each of which chooses its row's token."""
-    random_rows: RandomRows | None = None
-    """Rows that draw at random. If None, `draw` finds them, and waits for the device."""
-    has_masked_logits: bool = False
-    """Whether many logits are -inf. They are then clamped, because exp(-inf) is slow on a CPU."""
 
     def select_rows(self, rows: Tensor | list[int]) -> DrawSettings:
         """Return the settings of some rows. `rows`: mask or indices."""
         return DrawSettings(
-            self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.uniforms[rows],
-            has_masked_logits=self.has_masked_logits,
-        )  # fmt: skip
+            self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.uniforms[rows]
+        )
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
@@ -80,17 +66,12 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     """
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
-    random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
     has_only_finite_peaks = math.isfinite(peak.sum().item())
     if not has_only_finite_peaks:  # a row has NaN, which `max` takes for the greatest, or an infinite peak
         values = values.nan_to_num(nan=float("-inf"), posinf=MAX_LOGIT, neginf=float("-inf"))
         peak, tokens = values.max(-1)
-        random_rows = _drop_empty_rows(random_rows, (peak > float("-inf")).tolist())
-    rows_and_functions = (
-        (random_rows.unfiltered_rows, _draw_unfiltered),
-        (random_rows.filtered_rows, _draw_filtered),  # with `top_k` or `top_p`
-    )
-    for rows, draw_rows in rows_and_functions:
+    unfiltered_rows, filtered_rows = _find_random_rows(settings, peak, values.shape[1])
+    for rows, draw_rows in ((unfiltered_rows, _draw_unfiltered), (filtered_rows, _draw_filtered)):
         if len(rows) == len(tokens):  # all rows at once, without copies
             return draw_rows(values, peak, settings)
         if rows:
@@ -98,27 +79,26 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     return tokens
 
 
-def _drop_empty_rows(random_rows: RandomRows, has_candidates: list[bool]) -> RandomRows:
-    """Return the rows from which a token can be drawn. The others, of NaN and -inf only, yield token 0."""
-    return RandomRows(
-        [i for i in random_rows.unfiltered_rows if has_candidates[i]],
-        [i for i in random_rows.filtered_rows if has_candidates[i]],
-    )
+def _find_random_rows(settings: DrawSettings, peak: Tensor, vocab: int) -> tuple[list[int], list[int]]:
+    """Return the rows that draw at random: those without `top_k` and `top_p`, and those with one of them.
 
-
-def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
-    is_random = settings.temperature > 0.0
-    is_filtered = is_random & ((settings.top_k < vocab) | (settings.top_p < 1.0))
-    return RandomRows((is_random & ~is_filtered).nonzero()[:, 0].tolist(), is_filtered.nonzero()[:, 0].tolist())
+    Rows of NaN and -inf only, which have a `peak` of -inf, are not among them: they yield token 0.
+    """
+    unfiltered_rows: list[int] = []
+    filtered_rows: list[int] = []
+    columns = (settings.temperature, settings.top_k, settings.top_p, peak)
+    for row, (temperature, top_k, top_p, highest) in enumerate(zip(*(column.tolist() for column in columns))):
+        if temperature > 0.0 and highest > -math.inf:
+            is_filtered = top_k < vocab or top_p < 1.0
+            (filtered_rows if is_filtered else unfiltered_rows).append(row)
+    return unfiltered_rows, filtered_rows
 
 
 def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
     """Return the weight of each token as a share of the row's greatest weight; 0 for shares below `min_p`."""
     weights = (values - peak[:, None]).div_(settings.temperature[:, None])
-    if settings.has_masked_logits:  # clamped, because exp(-inf) is slow; weights under 2e-35 become 0
-        weights = torch.threshold_(weights.clamp_(min=-80.0).exp_(), 2e-35, 0.0)
-    else:
-        weights.exp_()
+    # Clamped, because exp(-inf) is slow on a CPU; weights under 2e-35 become 0.
+    weights = torch.threshold_(weights.clamp_(min=-80.0).exp_(), 2e-35, 0.0)
     return weights.masked_fill_(weights < settings.min_p[:, None], 0.0) if settings.min_p.any() else weights
 
 

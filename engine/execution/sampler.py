@@ -31,7 +31,7 @@ from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
 from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
-from kernels.sampling import DrawSettings, RandomRows
+from kernels.sampling import DrawSettings
 from kernels.transfer import copy_to_device
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
@@ -241,7 +241,7 @@ class Sampler:
         """
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.changes_logits else logits
-        settings = replace(batch.settings, uniforms=inputs.uniforms, has_masked_logits=inputs.token_masks is not None)
+        settings = replace(batch.settings, uniforms=inputs.uniforms)
         tokens = self._draw(adjusted_logits, settings)
         if batch.penalty_rows is not None:
             assert inputs.penalty_step is not None
@@ -334,28 +334,14 @@ class Sampler:
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = copy_to_device(host_values, self._device)[:, :count].unbind()
-        top_k = np.array([self._get_effective_top_k(p) or self._vocab_size for p in params], np.int32)
+        top_k = [p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params]
         return DrawSettings(
             temperature=temperature,
             min_p=min_p,
-            top_k=copy_to_device(top_k, self._device),
+            top_k=copy_to_device(np.array(top_k, np.int32), self._device),
             top_p=top_p,
             uniforms=torch.zeros(count, dtype=torch.float64, device=self._device),
-            random_rows=self._group_random_rows(params),
         )
-
-    def _group_random_rows(self, params: Rows[SamplingParams]) -> RandomRows:
-        """Return the rows that draw at random, by whether top_k or top_p exclude any token."""
-        groups = RandomRows([], [])
-        for row, p in enumerate(params):
-            if p.temperature > 0.0:
-                is_filtered = self._get_effective_top_k(p) > 0 or p.top_p < 1.0
-                (groups.filtered_rows if is_filtered else groups.unfiltered_rows).append(row)
-        return groups
-
-    def _get_effective_top_k(self, params: SamplingParams) -> int:
-        """Return top_k if it excludes any token, else 0."""
-        return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """Return the logits, [rows, vocab] fp32, after logit_bias, min_tokens, penalties and grammars, as vLLM orders.

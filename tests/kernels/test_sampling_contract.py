@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select_kernels
-from kernels.sampling import WEIGHTS_PER_SPAN, DrawSettings, RandomRows, _draw_index
+from kernels.sampling import WEIGHTS_PER_SPAN, DrawSettings, _draw_index
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
@@ -86,14 +86,6 @@ def check(draw: Draw, logits: torch.Tensor, settings: DrawSettings, tolerance: f
     """Every row's token is where the exact running sum passes its number, up to `tolerance` of the sum."""
     before = logits.clone()
     tokens = draw(logits, settings)
-    kinds = [
-        0 if not t else 2 if k < logits.shape[1] or p < 1.0 else 1
-        for t, k, p in zip(settings.temperature.tolist(), settings.top_k.tolist(), settings.top_p.tolist(), strict=True)
-    ]
-    random_rows = RandomRows(
-        [i for i, kind in enumerate(kinds) if kind == 1], [i for i, kind in enumerate(kinds) if kind == 2]
-    )
-    assert torch.equal(draw(logits, replace(settings, random_rows=random_rows)), tokens)
     assert tokens.dtype == torch.int64
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     weights = kept_weights(logits, settings)
