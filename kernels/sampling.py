@@ -22,8 +22,6 @@ from torch import Tensor
 
 MAX_LOGIT = 3.3895313892515355e38
 """The largest bf16. A logit of +inf counts as this."""
-WEIGHTS_PER_SPAN = 512
-"""Neighbouring weights that are added up first, when a running sum over a row is searched."""
 MIN_CANDIDATE_COUNT = 256
 """Least number of likeliest tokens among which `top_k` and `top_p` are tried, before all tokens are sorted."""
 
@@ -161,45 +159,10 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
-    Sums are fp64, which is slow. So only the sums of spans of weights are searched first, and then one span.
     """
-    weight_count = weights.shape[1]
-    running_span_sums = _sum_spans(weights).cumsum_(1)
-    target_sum = uniforms.double()[:, None] * running_span_sums[:, -1:]
-    span_index, target_in_span = _find_span(running_span_sums, target_sum)
-    span_start = span_index * WEIGHTS_PER_SPAN
-    columns = span_start + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
-    span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
-    running_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
-    offset = torch.searchsorted(running_sums, target_in_span, right=True)
-    # By rounding, the target may exceed all running sums. Then the last weight that is not zero is drawn.
-    last_offset = torch.searchsorted(running_sums, running_sums[:, -1:].contiguous())
-    return (span_start + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
-
-
-class _SpanTarget(NamedTuple):
-    """Span of each row in which the drawn index lies. Tensors: [rows, 1]."""
-
-    span_index: Tensor
-    target_in_span: Tensor
-    """Sum that the running sum inside of the span must exceed: the target less the sum of all spans before."""
-
-
-def _find_span(running_span_sums: Tensor, target_sum: Tensor) -> _SpanTarget:
-    """Return the first span of each row at which the running sum exceeds `target_sum`; if none does, the last span.
-
-    running_span_sums: [rows, spans]; target_sum: [rows, 1].
-    """
-    last_span = running_span_sums.shape[1] - 1
-    span_index = torch.searchsorted(running_span_sums, target_sum, right=True).clamp_(max=last_span)
-    sum_before_span = torch.where(span_index > 0, running_span_sums.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
-    return _SpanTarget(span_index, target_sum - sum_before_span)
-
-
-def _sum_spans(weights: Tensor) -> Tensor:
-    """Return fp64 sums of each span of `WEIGHTS_PER_SPAN` weights, and of the shorter or empty span after them."""
-    whole_count = weights.shape[1] // WEIGHTS_PER_SPAN
-    end = whole_count * WEIGHTS_PER_SPAN
-    whole_spans = weights[:, :end].view(len(weights), whole_count, WEIGHTS_PER_SPAN)
-    last_sum = weights[:, end:].sum(-1, keepdim=True, dtype=torch.float64)
-    return torch.cat([whole_spans.sum(-1, dtype=torch.float64), last_sum], 1)
+    running_sums = weights.cumsum(-1, dtype=torch.float64)
+    total = running_sums[:, -1:].contiguous()
+    index = torch.searchsorted(running_sums, uniforms.double()[:, None] * total, right=True)
+    # By rounding, the product may be the whole sum. Then the last weight that is not zero is drawn.
+    last_index = torch.searchsorted(running_sums, total)
+    return index.minimum(last_index)[:, 0]
