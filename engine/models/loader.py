@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,11 +30,8 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 log = logging.getLogger("engine.loader")
 
 
-class TensorTarget(NamedTuple):
-    """A weight to which a tensor of the checkpoint is copied, and how."""
-
-    weight: Weight
-    part: CheckpointTensor
+Target = tuple[Weight, CheckpointTensor]
+"""A weight to which a tensor of the checkpoint is copied, and how."""
 
 
 def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
@@ -67,11 +64,11 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
 
     Raises ModelError if a tensor is missing, or if the checkpoint has one that the model neither needs nor ignores.
     """
-    targets_by_name: dict[str, list[TensorTarget]] = {}  # name of a tensor -> the weights that are made of it
+    targets_by_name: dict[str, list[Target]] = {}  # name of a tensor -> the weights that are made of it
     for weight in model.weights:
         weight.allocate(dtype, device)
         for part in weight.parts:
-            targets_by_name.setdefault(part.name, []).append(TensorTarget(weight, part))
+            targets_by_name.setdefault(part.name, []).append((weight, part))
 
     missing_names = set(targets_by_name)
     unused_names: list[str] = []
@@ -94,7 +91,7 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         weight.pack()  # for fast multiplication, on a CPU
 
 
-def _copy_tensors(path: Path, model: CausalLM, targets_by_name: dict[str, list[TensorTarget]]) -> dict[str, str]:
+def _copy_tensors(path: Path, model: CausalLM, targets_by_name: dict[str, list[Target]]) -> dict[str, str]:
     """Copy the tensors of one file to the weights that need them. `targets_by_name`: by the tensor's name in the model.
 
     Returns, for each tensor of the file, its name in the model -> its name in the file.
@@ -176,15 +173,14 @@ def _rename_tensor(name: str, model: CausalLM) -> str:
     return name
 
 
-def _copy_tensor(tensor: Tensor, targets: list[TensorTarget], path: Path) -> None:
+def _copy_tensor(tensor: Tensor, targets: list[Target], path: Path) -> None:
     """Copy a checkpoint's tensor to the weights that need it. Raises ModelError for a wrong shape or dtype."""
     for weight, part in targets:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
-        source = tensor if part.transform is None else part.transform(tensor)
-        weight.tensor[part.target_index].copy_(source)
+        weight.tensor[part.target_index].copy_(part.select_values(tensor))
 
 
 def _format_names(names: Iterable[str]) -> str:

@@ -23,12 +23,24 @@ class CheckpointTensor:
     """Tensor of a checkpoint, which is copied to `target_index` of a weight."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape in the checkpoint."""
+    extents: tuple[Extent, ...]
+    """Shape in the checkpoint, with the part of each dimension that this rank holds."""
     target_index: Index = ()
     """Index into the weight. A smaller tensor is broadcast to it."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Function that makes the copied values, such as a rank's share; None: the tensor is copied as it is."""
+    """Function that is applied to the rank's part before the copy."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the checkpoint."""
+        return tuple(map(get_total_size, self.extents))
+
+    def select_values(self, tensor: Tensor) -> Tensor:
+        """Return the values that are copied of the checkpoint's tensor: this rank's part, transformed."""
+        for dim, extent in enumerate(self.extents):
+            if isinstance(extent, DimShard) and not extent.is_whole:
+                tensor = extent.slice_tensor(tensor, dim)
+        return tensor if self.transform is None else self.transform(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +135,7 @@ class WeightScope:
         `shape`: shape in the checkpoint, with the part of each dimension that this rank holds. `target_index`: index
         into the weight; (): all of it. `transform`: function that is applied to the rank's part before the copy.
         """
-        return CheckpointTensor(
-            name=self.prefix + name,
-            shape=tuple(map(get_total_size, shape)),
-            target_index=target_index,
-            transform=_slice_and_transform(shape, transform),
-        )
+        return CheckpointTensor(self.prefix + name, shape, target_index, transform)
 
     def declare_weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
         """Declare a weight that is this rank's part of one tensor of the checkpoint."""
@@ -141,22 +148,3 @@ class WeightScope:
         weight = Weight(tuple(map(get_held_size, shape)), tuple(parts), dtype)
         self.weights.append(weight)
         return weight
-
-
-def _slice_and_transform(
-    shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that takes this rank's part of a checkpoint's tensor, and then applies `transform`.
-
-    Returns `transform` itself if the rank holds the whole tensor.
-    """
-    shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
-    if not shards:
-        return transform
-
-    def slice_and_transform(tensor: Tensor) -> Tensor:
-        for dim, shard in shards:
-            tensor = shard.slice_tensor(tensor, dim)
-        return tensor if transform is None else transform(tensor)
-
-    return slice_and_transform
