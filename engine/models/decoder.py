@@ -169,7 +169,7 @@ class CausalLM:
         )
 
     def make_state_layout(self, dtype: torch.dtype) -> StateLayout:
-        return StateLayout.from_shapes([recurrent.state_shape for _, recurrent in self.recurrent_layers], dtype)
+        return StateLayout(tuple(recurrent.state_shape for _, recurrent in self.recurrent_layers), dtype)
 
     def make_rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,48 +17,40 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Layout of the recurrent state of one sequence: byte offsets of each layer's state in a memory unit of the cache.
+    """Layout of the recurrent state of one sequence in a memory unit of the cache.
 
-    A layer's state is the last inputs of its convolution ("conv tail") and, in most layers, a matrix in fp32.
+    A layer's state is the last inputs of its convolution ("conv tail") and, in most layers, a matrix in fp32. The
+    matrices of all layers come first, and then the conv tails.
     """
 
     shapes: tuple[StateShape, ...]
     tail_dtype: torch.dtype
-    recurrent_state_starts: tuple[int, ...]
-    """Byte offset of each layer's matrix."""
-    conv_tail_starts: tuple[int, ...]
-    """Byte offset of each layer's conv tail."""
-    state_bytes: int
-    """Bytes of the states of all layers together."""
 
-    @staticmethod
-    def from_shapes(shapes: Sequence[StateShape], tail_dtype: torch.dtype) -> StateLayout:
-        """Lay out the matrices of all layers one after the other, and then the conv tails of all layers."""
-        recurrent_starts, tail_starts = [], []
-        offset = 0
-        for shape in shapes:
-            recurrent_starts.append(offset)
-            element_count = math.prod(shape.recurrent_state) if shape.recurrent_state else 0
-            offset += _round_up_to_alignment(element_count * RECURRENT_DTYPE.itemsize)
-        for shape in shapes:
-            tail_starts.append(offset)
-            offset += _round_up_to_alignment(math.prod(shape.conv_tail) * tail_dtype.itemsize)
-        return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), offset)
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers together."""
+        return sum(_count_bytes(shape, dtype) for shape, dtype in self._list_parts())
 
     def make_layer_states(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
         """View each layer's state in all units of the cache. buffer: [units * unit_bytes] uint8."""
-        states = []
-        starts = zip(self.recurrent_state_starts, self.conv_tail_starts, strict=True)
-        for shape, (matrix_start, tail_start) in zip(self.shapes, starts, strict=True):
-            tail = _make_strided_view(buffer, unit_bytes, tail_start, shape.conv_tail, self.tail_dtype)
-            matrix_shape = shape.recurrent_state or (0,)
-            matrix = _make_strided_view(buffer, unit_bytes, matrix_start, matrix_shape, RECURRENT_DTYPE)
-            states.append(LayerState(conv_tail=tail, recurrent_state=matrix))
-        return states
+        views = []
+        start = 0
+        for shape, dtype in self._list_parts():
+            views.append(_make_strided_view(buffer, unit_bytes, start, shape, dtype))
+            start += _count_bytes(shape, dtype)
+        layer_count = len(self.shapes)
+        tails, matrices = views[layer_count:], views[:layer_count]
+        return [LayerState(tail, matrix) for tail, matrix in zip(tails, matrices, strict=True)]
+
+    def _list_parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors of all layers in their order in memory."""
+        matrices = [(shape.recurrent_state or (0,), RECURRENT_DTYPE) for shape in self.shapes]
+        return [*matrices, *((shape.conv_tail, self.tail_dtype) for shape in self.shapes)]
 
 
-def _round_up_to_alignment(size_bytes: int) -> int:
-    return ceil_div(size_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _count_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes that a tensor takes in a unit, up to the next multiple of ALIGNMENT_BYTES."""
+    return ceil_div(math.prod(shape) * dtype.itemsize, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _make_strided_view(
