@@ -195,7 +195,7 @@ class LoadedModel:
         else:
             for weight in self._rank.model.weights:
                 weight.move_to(self._rank.device)
-        self._get_runner().allocate_pool()
+        self._get_runner().pool.allocate()
         self._get_runner().record_decode_steps(count_sequences_max(self._config))
         self._sleep_level = 0
 

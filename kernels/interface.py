@@ -11,7 +11,7 @@ sequence, whatever bytes lie at others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -212,29 +212,3 @@ def ceil_div(count: int, size: int) -> int:
 def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
     """Return the number of blocks of the longest context in a batch."""
     return ceil_div(int(batch.context_lens.max()), kv.block_size)
-
-
-@runtime_checkable
-class FixedPlanKernels(Protocol):
-    """Operations that a backend needs for decode steps to be recorded as CUDA graphs.
-
-    A recorded step always reads the same memory. So a plan, which describes the batch to the kernels, is made once for
-    each recorded number of sequences, and each batch is written into one. Missing sequences are padding, which has no
-    effect.
-    """
-
-    def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
-        """Make a plan of padding for `attention`. It has room for `max_sequences` of up to `blocks` cache blocks."""
-        ...
-
-    def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
-        """Write a batch of decoding sequences into a plan for `attention`. The host does not wait for the device."""
-        ...
-
-    def make_fixed_state_plan(self, max_sequences: int) -> Any:
-        """Make a plan of padding for the recurrent operations, with room for `max_sequences`."""
-        ...
-
-    def refill_state_plan(self, plan: Any, units: IntArray) -> None:
-        """Write a batch of decoding sequences into a plan for recurrent operations. `units`: memory of their states."""
-        ...

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext, LayerState
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, RaggedBatch
-from kernels.interface import BlockTable, FixedPlanKernels, IntArray
+from kernels.interface import BlockTable, IntArray
 from kernels.transfer import overwrite
+
+if TYPE_CHECKING:
+    from kernels.triton.backend import TritonKernels
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +108,13 @@ class DecodeGraphs:
         blocks_max: int,
         capture: Capture,
     ) -> None:
-        """Start without recorded steps. `ops`: kernels, which must be `FixedPlanKernels`, too.
+        """Start without recorded steps. `ops`: kernels with fixed plans (`has_fixed_plans`).
 
         `kv`: KV cache memory of each group of attention layers. `states`: memory of each recurrent layer. `ropes`:
         tables of rotary embeddings. `blocks_max`: blocks of the longest sequence. `capture`: records a step as a graph.
         """
-        assert isinstance(ops, FixedPlanKernels)
-        self._ops = ops
-        self._plans: FixedPlanKernels = ops
+        assert ops.has_fixed_plans
+        self._ops = cast("TritonKernels", ops)
         self._model = model
         self._kv = kv
         self._states = states
@@ -147,9 +149,9 @@ class DecodeGraphs:
         recorded_step.token_ids[:count].copy_(token_ids)
         overwrite(recorded_step.positions, batch.positions)
         for plan, table, kv in zip(recorded_step.step.plan_by_group, tables, self._kv, strict=True):
-            self._plans.refill_decode_plan(plan, batch, table, kv)
+            self._ops.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
-            self._plans.refill_state_plan(recorded_step.step.state_plan, units)
+            self._ops.refill_state_plan(recorded_step.step.state_plan, units)
         recorded_step.replay()
         return recorded_step.hidden[:count]
 
@@ -196,11 +198,11 @@ class DecodeGraphs:
             rotary_by_rope=[],
             kv_by_group=self._kv,
             plan_by_group=[
-                self._plans.make_fixed_decode_plan(size, self._blocks_max, kv, window)
+                self._ops.make_fixed_decode_plan(size, self._blocks_max, kv, window)
                 for kv, window in zip(self._kv, self._model.window_by_group, strict=True)
             ],
             state_by_layer=self._states,
-            state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
+            state_plan=self._ops.make_fixed_state_plan(size) if self._states else None,
         )
 
     def _compute_hidden(self, token_ids: Tensor, positions: Tensor, step: ForwardContext) -> Tensor:

@@ -40,7 +40,7 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, Sequence, StepPlan, StepResult
 from kernels import Kernels, select_kernels
-from kernels.interface import FixedPlanKernels, IntArray
+from kernels.interface import IntArray
 from kernels.transfer import copy_to_device, start_copy_to_host
 
 Result = TypeVar("Result")
@@ -93,10 +93,9 @@ class ModelRunner:
         self._row_allocator = RowAllocator(row_count)
         self._batch_state: BatchState | None = None
         """Inputs that depend on the last step's sequences; None before the first step, and after a failed one."""
-        has_fixed_plans = isinstance(self._ops, FixedPlanKernels)
         blocks_max = ceil_div(config.max_model_len, pool.spec.block_size)
         self._tables = [
-            BlockTables(group, kv, row_count, blocks_max, device if has_fixed_plans else None)
+            BlockTables(group, kv, row_count, blocks_max, device if self._ops.has_fixed_plans else None)
             for group, kv in enumerate(pool.kv)
         ]
 
@@ -104,7 +103,18 @@ class ModelRunner:
         self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.window_by_group
         self._states = pool.view_states(model.make_state_layout(pool.dtype))
-        self._graphs = self._make_graphs(capture, blocks_max) if capture is not None and has_fixed_plans else None
+        self._graphs: DecodeGraphs | None = None
+        """Recorded decode steps; None: every step launches its kernels."""
+        if capture is not None and self._ops.has_fixed_plans:
+            self._graphs = DecodeGraphs(
+                model,
+                self._ops,
+                kv=pool.kv,
+                states=self._states,
+                ropes=self._ropes,
+                blocks_max=blocks_max,
+                capture=capture,
+            )
 
         # Sampling.
         vocab_size = model.config.vocab_size
@@ -124,28 +134,12 @@ class ModelRunner:
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws, and returns them by row. Before the first step: none."""
 
-    def _make_graphs(self, capture: Capture, blocks_max: int) -> DecodeGraphs:
-        """Make the recorder of decode steps. `blocks_max`: blocks of the longest sequence."""
-        return DecodeGraphs(
-            self.model,
-            self._ops,
-            kv=self.pool.kv,
-            states=self._states,
-            ropes=self._ropes,
-            blocks_max=blocks_max,
-            capture=capture,
-        )
-
     def release_pool(self) -> None:
-        """Give the pool's memory and the recorded steps back. No step may come before `allocate_pool`."""
+        """Give the pool's memory and the recorded steps back. No step may come before `pool.allocate`."""
         self._forget_rows()
         if self._graphs is not None:
             self._graphs.clear()
         self.pool.release()
-
-    def allocate_pool(self) -> None:
-        """Allocate the pool again, empty. Raises RuntimeError if there is no memory for it."""
-        self.pool.allocate()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step. Results are in the order of `plan.chunks`. Raises RunnerLostError if the device is lost."""

@@ -34,6 +34,8 @@ class ReferenceKernels:
     """Computes every operation as it is defined, one sequence at a time. Other backends replace operations."""
 
     name = "reference"
+    has_fixed_plans = False
+    """Whether plans can keep their memory, into which each batch is written, so that decode steps can be recorded."""
     scans_by_chunks = False
     """Whether prompts go through recurrences in chunks, or token by token."""
 

@@ -50,6 +50,7 @@ class TritonKernels(ReferenceKernels):
     """Runs every operation as Triton kernels, in fp32, bf16 and fp16."""
 
     name = "triton"
+    has_fixed_plans = True
 
     def __init__(self, device: torch.device) -> None:
         """Choose the device. Raises ValueError on a CPU, unless Triton's interpreter runs the kernels."""

@@ -87,7 +87,7 @@ def test_steps_are_recorded_again_after_the_pool_was_given_back() -> None:
         driver.run(seq, 3)
         tokens.append(seq.token_ids)
         driver.runner.release_pool()
-        driver.runner.allocate_pool()
+        driver.runner.pool.allocate()
     assert tokens[0] == tokens[1]
     assert (capture.record_count, capture.reset_count) == (2, 2)
 

@@ -119,7 +119,7 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
         assert (runner.pool.block_copier._view_block(runner.pool.buffer, 0, BlockId(3)) == value).all()
         runner.release_pool()
         assert runner.pool.buffer.untyped_storage().nbytes() == 0
-        runner.allocate_pool()
+        runner.pool.allocate()
 
 
 @pytest.mark.parametrize("way", CopyDirection)
