@@ -22,13 +22,6 @@ STAGING_BYTES = 64 << 20
 """Size of each of the two GPU buffers through which blocks go to the host; at least one block."""
 
 
-class BlockLayout(NamedTuple):
-    """How blocks of one kind lie in a unit of memory: one after the other."""
-
-    blocks_per_unit: int
-    block_bytes: int
-
-
 class StagedBlock(NamedTuple):
     """A block in a staging buffer, and the block of host memory to which it is copied."""
 
@@ -52,17 +45,13 @@ class BlockCopier:
             self._host.zero_()  # the system gives memory when it is first written, which must not happen in a step
 
         self._stride = stride
-        groups = range(len(spec.groups))
-        self._layouts = [BlockLayout(spec.blocks_per_unit(group), spec.block_bytes(group)) for group in groups]
-        """Layout of each kind of blocks: one for each group of attention layers, then recurrent state."""
-        if spec.state is not None:
-            self._layouts.append(BlockLayout(1, stride))
-
+        self._blocks_per_unit = spec.blocks_per_unit_by_kind()
+        self._block_bytes = spec.block_bytes_by_kind()
         self.copy_s = 0.0
         """Seconds that the computing thread has spent on copies to the host and back."""
         if self._is_gpu and host_units:
             self._copy_stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-            staging_bytes = max(STAGING_BYTES, *(layout.block_bytes for layout in self._layouts))
+            staging_bytes = max(STAGING_BYTES, *self._block_bytes)
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=buffer.device) for _ in range(2)]
             """GPU buffers from which blocks are copied to the host, in turns: the first is filled next."""
             self._staging_events: list[torch.cuda.Event | None] = [None, None]
@@ -78,7 +67,7 @@ class BlockCopier:
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content, as `read_blocks` returns them."""
-        return self._layouts[kind].block_bytes
+        return self._block_bytes[kind]
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
         """Return the contents of blocks, one after the other. On a GPU, waits for queued copies to the host."""
@@ -103,8 +92,9 @@ class BlockCopier:
 
     def _view_block(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
         """View the bytes of a block in one of the two memories."""
-        blocks_per_unit, size = self._layouts[kind]
-        start = block // blocks_per_unit * self._stride + block % blocks_per_unit * size
+        unit, index_in_unit = divmod(block, self._blocks_per_unit[kind])
+        size = self._block_bytes[kind]
+        start = unit * self._stride + index_in_unit * size
         assert 0 <= start <= len(memory) - size, f"block {block} of kind {kind} lies outside its memory"
         return memory[start : start + size]
 
