@@ -8,7 +8,6 @@ step needs them, on the host and on the device. The whole table is written again
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +16,6 @@ from torch import Tensor
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
-
-
-class AssignedRows(NamedTuple):
-    """Rows of a step's sequences in the per-sequence tables."""
-
-    rows: IntArray
-    """[sequences]"""
-    new_rows: list[int]
-    """Rows that were assigned just now."""
 
 
 class RowAllocator:
@@ -40,8 +30,11 @@ class RowAllocator:
         self._row_by_sequence: dict[Sequence, int] = {}
         self._free_rows = list(range(row_count))[::-1]
 
-    def assign(self, sequences: list[Sequence]) -> AssignedRows:
-        """Return the row of each sequence of a step. A sequence that is not in the step loses its row."""
+    def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
+        """Return the row of each sequence of a step, and the rows that sequences got just now.
+
+        A sequence that is not in the step loses its row.
+        """
         previous_rows = self._row_by_sequence
         self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
         self._free_rows += previous_rows.values()
@@ -51,8 +44,7 @@ class RowAllocator:
                 row = self._free_rows.pop()
                 self._row_by_sequence[seq] = row
                 new_rows.append(row)
-        rows = np.array([self._row_by_sequence[seq] for seq in sequences], np.int64)
-        return AssignedRows(rows, new_rows)
+        return np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows
 
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""

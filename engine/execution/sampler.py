@@ -137,15 +137,6 @@ class SamplingInputs:
     """Masks of the `mask_requests`, after `start_masks`."""
 
 
-class SampledTokens(NamedTuple):
-    """Tokens that a step draws, on the device."""
-
-    tokens: Tensor
-    """[rows] int64"""
-    logprobs: list[Tensor]
-    """`compute_token_logprobs` of the rows that want logprobs; empty if none does."""
-
-
 class Sampler:
     """Draws the next token of each sequence: `prepare` on the host, then `sample` on the device."""
 
@@ -234,10 +225,11 @@ class Sampler:
         """Return, after `sample`, the reasons why answers cannot go on, by row of the logits."""
         return {} if inputs.token_masks is None else inputs.token_masks.result().failures
 
-    def sample(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
         """Draw the next token of each row. logits: [rows, vocab], which may be changed.
 
-        The host waits for masks, and for nothing else.
+        Returns the tokens, [rows] int64, and `compute_token_logprobs` of the rows that want logprobs: an empty list if
+        none does. Both are on the device. The host waits for masks, and for nothing else.
         """
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.changes_logits else logits
@@ -246,7 +238,7 @@ class Sampler:
         if batch.penalty_rows is not None:
             assert inputs.penalty_step is not None
             self._penalties.count_sampled(tokens, batch.penalty_rows, inputs.penalty_step)
-        return SampledTokens(tokens, self._compute_logprobs(logits, tokens, batch))
+        return tokens, self._compute_logprobs(logits, tokens, batch)
 
     def _compute_logprobs(self, logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> list[Tensor]:
         """Return `compute_token_logprobs` of the rows that want logprobs; an empty list if none does."""
