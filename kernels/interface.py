@@ -146,19 +146,15 @@ class StatePlan:
     """[decode_count] int64: unit of each decoding sequence's state."""
     prompt_spans: tuple[PromptSpan, ...]
     """Tokens and unit of each prompt."""
-    scans_by_chunks: bool
-    """Whether prompts are computed in chunks, which is faster than token by token."""
 
     @staticmethod
-    def from_units(
-        batch: RaggedBatch, units: IntArray, device: torch.device, *, scans_by_chunks: bool = False
-    ) -> StatePlan:
+    def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
         """Make the plan of a batch. `units`: [sequences], the unit of each sequence's state."""
         decode_count = batch.decode_count
         decode_units = torch.from_numpy(units[:decode_count]).to(device)
         starts = batch.query_starts.tolist()
         spans = tuple(PromptSpan(starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
-        return StatePlan(batch, decode_units, spans, scans_by_chunks)
+        return StatePlan(batch, decode_units, spans)
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,6 @@ class CpuKernels(ReferenceKernels):
     """Computes on a CPU, by native operations if they take the tensors, else as the reference."""
 
     name = "cpu"
-    scans_by_chunks = True
 
     def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> Any:
         """Plan by the native code, or by a `ReferencePlan` for dtypes and sizes that it does not take."""

@@ -36,8 +36,6 @@ class ReferenceKernels:
     name = "reference"
     has_fixed_plans = False
     """Whether plans can keep their memory, into which each batch is written, so that decode steps can be recorded."""
-    scans_by_chunks = False
-    """Whether prompts go through recurrences in chunks, or token by token."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -152,7 +150,7 @@ class ReferenceKernels:
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
         """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
-        return StatePlan.from_units(batch, units, self.device, scans_by_chunks=self.scans_by_chunks)
+        return StatePlan.from_units(batch, units, self.device)
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)

@@ -1,7 +1,7 @@
 """The operations that keep a state for each sequence: causal convolution, the gated delta rule, Mamba-2's recurrence.
 
-Sums and states are in fp32 (fp64 for fp64 inputs). Decoding sequences are computed together, prompts one by one: token
-by token as the recurrence is defined, or in chunks, which is the same in matrix products.
+Sums and states are in fp32 (fp64 for fp64 inputs). Decoding sequences are computed together, by the recurrence as it is
+defined. Prompts are computed one by one in chunks, which is the same in matrix products.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _run_recurrence(
     """Run a recurrence over a batch of sequences: fill `out` [tokens, ..], and update the sequences' states in place.
 
     The batch begins with the decoding sequences, of one token each: one call of `step` advances all of them. The
-    prompts follow. `scan` computes a whole prompt in chunks, or `step` each of its tokens, as the plan says.
-    `inputs`: arguments of `step` and `scan`, [tokens, ..] each. `states`: [units, ..].
+    prompts follow, each of which `scan` computes in chunks. `inputs`: arguments of `step` and `scan`, [tokens, ..]
+    each. `states`: [units, ..].
     """
     dtype = inputs[0].dtype
     decode_count = plan.batch.decode_count
@@ -78,14 +78,7 @@ def _run_recurrence(
         out[:decode_count] = step(*(x[:decode_count] for x in inputs), state)
         states[plan.decode_units] = state.to(states.dtype)
     for start, end, unit in plan.prompt_spans:
-        state = states[unit].to(dtype)
-        if plan.scans_by_chunks:
-            out[start:end], state = scan(*(x[start:end] for x in inputs), state)
-        else:
-            state = state.clone()  # `step` updates it in place
-            for token in range(start, end):
-                # `step` takes several sequences: [None] makes a batch of one, [0] takes its only output.
-                out[token] = step(*(x[token, None] for x in inputs), state[None])[0]
+        out[start:end], state = scan(*(x[start:end] for x in inputs), states[unit].to(dtype))
         states[unit] = state.to(states.dtype)
 
 
