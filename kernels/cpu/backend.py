@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import _native
@@ -110,29 +109,6 @@ class CpuKernels(ReferenceKernels):
             _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size
         )
         return out
-
-    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
-
-        The (token, expert) pairs are sorted by expert, so that each expert runs once, on all of its tokens. x: [tokens,
-        hidden]. expert_ids, weights: [tokens, top_k]. gate_up: [experts, 2 * size, hidden]. down: [experts, hidden,
-        size].
-        """
-        flat_expert_ids = expert_ids.reshape(-1)
-        pair_order = flat_expert_ids.argsort(stable=True)
-        token_indices = pair_order // expert_ids.shape[1]
-        inputs = x[token_indices]
-        outputs = torch.empty_like(inputs)
-        pair_count_by_expert = torch.bincount(flat_expert_ids, minlength=gate_up.shape[0]).tolist()
-        start = 0
-        for expert, pair_count in enumerate(pair_count_by_expert):
-            if pair_count:
-                end = start + pair_count
-                hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
-                torch.mm(hidden, down[expert].t(), out=outputs[start:end])
-                start = end
-        outputs.mul_(weights.reshape(-1)[pair_order, None])
-        return torch.zeros_like(x).index_add_(0, token_indices, outputs)
 
 
 def _are_native(*tensors: Tensor) -> bool:

@@ -126,16 +126,27 @@ class ReferenceKernels:
         return F.gelu(gate, approximate="tanh") * up
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
-        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
-        weights: [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
+        The (token, expert) pairs are sorted by expert, so that each expert, down(silu(gate(x)) * up(x)), runs once, on
+        all of its tokens. x: [tokens, hidden]. gate_up: [experts, 2 * size, hidden]. down: [experts, hidden, size].
+        expert_ids, weights: [tokens, top_k], the experts of a token being distinct.
         """
-        out = torch.zeros_like(x)
-        for token in range(x.shape[0]):
-            for expert, weight in zip(expert_ids[token].tolist(), weights[token], strict=True):
-                out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
-        return out
+        flat_expert_ids = expert_ids.reshape(-1)
+        pair_order = flat_expert_ids.argsort(stable=True)
+        token_indices = pair_order // expert_ids.shape[1]
+        inputs = x[token_indices]
+        outputs = torch.empty_like(inputs)
+        pair_count_by_expert = torch.bincount(flat_expert_ids, minlength=gate_up.shape[0]).tolist()
+        start = 0
+        for expert, pair_count in enumerate(pair_count_by_expert):
+            if pair_count:
+                end = start + pair_count
+                hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
+                torch.mm(hidden, down[expert].t(), out=outputs[start:end])
+                start = end
+        outputs.mul_(weights.reshape(-1)[pair_order, None])
+        return torch.zeros_like(x).index_add_(0, token_indices, outputs)
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""

@@ -226,15 +226,25 @@ def test_gated_activations(ops, dtype, rng):
     assert relative_error(ops.gelu_tanh_and_mul(x), gelu) < TOLERANCE[dtype]
 
 
+def naive_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of each token's experts in fp64, one expert of one token at a time."""
+    output = torch.zeros_like(x, dtype=torch.float64)
+    for token, values in enumerate(x.double()):
+        for expert, weight in zip(expert_ids[token].tolist(), weights[token].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ values).chunk(2)
+            output[token] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return output
+
+
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_experts(ops, dtype, rng, tokens):
     x, weights = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
     gate_up, down = (torch.randn(6, 40, 32) / 6).to(dtype), (torch.randn(6, 32, 20) / 4).to(dtype)
     expert_ids = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
     output = ops.apply_experts(x, gate_up, down, expert_ids, weights)
-    exact = ReferenceKernels(ops.device)
-    expected = exact.apply_experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
-    assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
+    assert relative_error(output, naive_experts(x, gate_up, down, expert_ids, weights)) < 2 * TOLERANCE[dtype]
 
 
 def test_unknown_backends_are_refused():
