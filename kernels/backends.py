@@ -84,9 +84,9 @@ def _make_triton_kernels(device: torch.device, backend: str) -> ReferenceKernels
         from kernels.triton.backend import TritonKernels
 
         return TritonKernels(device)
-    from kernels.flash_attention import FlashAttentionKernels, make_prompt_attention
+    from kernels.flash_attention import FlashAttentionKernels
 
-    return FlashAttentionKernels(device, make_prompt_attention(device))
+    return FlashAttentionKernels(device)
 
 
 def _choose_fastest(device: torch.device) -> str:

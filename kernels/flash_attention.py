@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +27,6 @@ from kernels.triton.plan import AttendPrompts, AttentionPlan
 MAX_BLOCK_SIZE = 32
 """Largest block size: FlashAttention-3 may load larger blocks whole and multiply what lies past a context."""
 MAX_HEAD_DIM = 256
-
-
-class PromptAttention(Protocol):
-    """Interface of FlashAttention's versions: the causal attention of prompts, after their K and V are stored."""
-
-    def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
-        """Return a function that computes the attention of the batch's prompts in any layer. `plan`: Triton's plan."""
-        ...
 
 
 def make_query_arguments(batch: RaggedBatch, plan: AttentionPlan) -> dict[str, Any]:
@@ -145,22 +137,19 @@ def find_context_rows(batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> Int
     return np.concatenate(rows_by_prompt)
 
 
-def make_prompt_attention(device: torch.device) -> PromptAttention:
-    """Return FlashAttention-3 if it is installed, else 2. Raises ValueError if neither is."""
-    try:
-        return FlashAttention3()
-    except ValueError:
-        return FlashAttention2(device)
-
-
 class FlashAttentionKernels(TritonKernels):
     """Backend that computes the attention of prompts by FlashAttention, and all other operations by Triton kernels."""
 
     name = "flash-attn"
 
-    def __init__(self, device: torch.device, prompt_attention: PromptAttention) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """Import FlashAttention-3 if it is installed, else 2. Raises ValueError if neither is."""
         super().__init__(device)
-        self._prompt_attention = prompt_attention
+        self._prompt_attention: FlashAttention3 | FlashAttention2
+        try:
+            self._prompt_attention = FlashAttention3()
+        except ValueError:
+            self._prompt_attention = FlashAttention2(device)
 
     def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> AttentionPlan:
         """Prepare a step's attention. `attend_prompts` of the plan is set if FlashAttention computes the prompts.
