@@ -77,8 +77,6 @@ class PagedKV:
         """Return the row at which each block begins, with its first token's K in layer 0. `blocks`: of any shape."""
         unit_rows = self.elems_per_unit // self.elems_per_row
         block_rows = self.elems_per_block // self.elems_per_row
-        if self.blocks_per_unit == 1:
-            return blocks * unit_rows
         return (blocks // self.blocks_per_unit) * unit_rows + (blocks % self.blocks_per_unit) * block_rows
 
 

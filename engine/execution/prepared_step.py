@@ -33,8 +33,6 @@ class BatchState:
     """`sampled_rows` on the device."""
     sampling_batch: SamplingBatch | None
     """Sampling parameters of the sampled sequences; None if this rank samples nothing."""
-    has_prompt_logprobs: bool
-    """Whether any request wants logprobs of its prompt."""
 
     def is_of(self, sequences: list[Sequence], sampled_chunks: Order) -> bool:
         """Return whether a step has these sequences, and samples for these chunks, so that the inputs can be kept."""

@@ -199,7 +199,7 @@ class ModelRunner:
         batch_state, new_rows = self._update_batch_state(chunks)
         for tables in self._tables:
             tables.update(chunks, batch.context_lens, batch_state.rows, new_rows)
-        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if batch_state.has_prompt_logprobs else []
+        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
         token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
         return PreparedStep(
             plan=plan,
@@ -245,7 +245,7 @@ class ModelRunner:
         `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in
         tables that stay on the device from step to step.
         """
-        sampled_row_array = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
+        sampled_row_array = rows[sampled_chunks]
         sampled_rows = sampled_row_array.tolist()
         sampling_batch = None
         if sampled_chunks and self.model.samples_tokens:
@@ -258,15 +258,13 @@ class ModelRunner:
             sampled_rows=sampled_rows,
             sampled_device_rows=copy_to_device(sampled_row_array, self.device),
             sampling_batch=sampling_batch,
-            has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
         )
 
     def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
         """Prepare to draw the token after each sampled chunk; None if there is none. `ends`: ends of all chunks."""
         if state.sampling_batch is None:
             return None
-        sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
-        return self._sampler.prepare(state.sampling_batch, sampled_ends)
+        return self._sampler.prepare(state.sampling_batch, ends[state.sampled_chunks])
 
     def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
         """Return the step's token ids on the device, and which of them the previous step has yet to draw there.
