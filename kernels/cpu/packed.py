@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HAS_NATIVE = find_spec("kernels.cpu._native") is not None
@@ -109,9 +110,9 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
 
 def _pack_native(weight: Tensor) -> NativeMatrix:
     num_outputs, num_inputs = weight.shape
-    weight = weight.contiguous()
-    panels = torch.empty(-(-num_outputs // OUTPUTS_PER_PANEL), num_inputs // 2, OUTPUTS_PER_PANEL, dtype=torch.int32)
-    _native.pack_matrix(weight.data_ptr(), num_outputs, num_inputs, panels.data_ptr())
+    pairs = weight.contiguous().view(torch.int32)  # [outputs, inputs / 2]
+    padded_pairs = F.pad(pairs, (0, 0, 0, -num_outputs % OUTPUTS_PER_PANEL))
+    panels = padded_pairs.view(-1, OUTPUTS_PER_PANEL, num_inputs // 2).transpose(1, 2).contiguous()
     return NativeMatrix(panels, num_outputs, num_inputs)
 
 

@@ -254,12 +254,6 @@ void use(const std::string& name) {
     throw std::invalid_argument("instruction set '" + name + "': expected one that this CPU has");
 }
 
-void require_products() {
-    if (chosen->bf16.product == nullptr) {
-        throw std::runtime_error(std::string("products: expected an instruction set with fused multiply-add, not ") + chosen->name);
-    }
-}
-
 std::vector<std::string> names() {
     std::vector<std::string> found;
     for (const Variant* variant : kVariants) found.emplace_back(variant->name);
@@ -299,14 +293,11 @@ NB_MODULE(_native, module) {
                                   tokens, heads, dim, width, x_stride});
     });
     module.def("has_products", [] { return chosen->bf16.product != nullptr; });
-    module.def("pack_matrix", [](Address weight, i64 outputs, i64 inputs, Address packed) {
-        require_products();
-        const nb::gil_scoped_release released;
-        chosen->bf16.pack_matrix(at<const void>(weight), outputs, inputs, at<void>(packed));
-    });
     module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
                              Address out, i64 threads) {
-        require_products();
+        if (chosen->bf16.product == nullptr) {
+            throw std::runtime_error(std::string("products: expected an instruction set with fused multiply-add, not ") + chosen->name);
+        }
         const nb::gil_scoped_release released;
         multiply(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows, inputs,
                          outputs, x_stride},

@@ -259,9 +259,9 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
 
 template <class T>
 constexpr Ops ops_of() {
-    Ops ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr, nullptr};
+    Ops ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr};
 #ifdef __AVX2__
-    if (sizeof(T) == sizeof(Bf16)) ops.pack_matrix = pack_matrix, ops.product = product;
+    if (sizeof(T) == sizeof(Bf16)) ops.product = product;
 #endif
     return ops;
 }

@@ -73,7 +73,6 @@ struct Ops {
     void (*rotate)(const Rotation&);
     void (*silu_and_mul)(const void* x, void* out, i64 tokens, i64 size);  // x: [tokens, 2 * size]
     // Null where there is none. `scratch`: see `product_scratch_floats`.
-    void (*pack_matrix)(const void* weight, i64 outputs, i64 inputs, void* packed);
     void (*product)(const Product&, i64 begin, i64 end, float* scratch);
 };
 

@@ -24,19 +24,6 @@ constexpr i64 kStretch = 2048;  // pairs of inputs that are multiplied in one go
 constexpr i64 kFewRows = 96;  // up to so many rows the time goes into reading W, and
 constexpr i64 kPairedRows = 24;  // W is widened anew for each six of them sooner than written down
 
-void pack_matrix(const void* weight, i64 outputs, i64 inputs, void* packed) {
-    const auto* rows = static_cast<const std::uint16_t*>(weight);
-    auto* out = static_cast<std::uint16_t*>(packed);
-    for (i64 panel = 0; panel * kPanel < outputs; ++panel) {
-        for (i64 pair = 0; pair < inputs / 2; ++pair) {
-            for (i64 o = panel * kPanel; o < (panel + 1) * kPanel; ++o) {
-                *out++ = o < outputs ? rows[o * inputs + 2 * pair] : 0;
-                *out++ = o < outputs ? rows[o * inputs + 2 * pair + 1] : 0;
-            }
-        }
-    }
-}
-
 // Both numbers of each lane's pair, widened.
 ALWAYS_INLINE void widen(const char* pairs, Floats* low, Floats* high) {
     Bits bits;
