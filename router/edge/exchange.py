@@ -1,4 +1,4 @@
-"""Forward one request to the worker that the core chose, and its answer to the client, byte for byte.
+"""Forward one request to the worker that the core chose, and its answer to the client.
 
 The core decides which worker is tried next; router/edge/proxy.py asks it. It may also have another worker compute the
 prompt (the prefill) and hand over its KV, the keys and values of attention, so that the chosen worker only generates
@@ -29,7 +29,6 @@ from router.edge.rewrite import Body, add_fields, build_response_head
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
 from router.edge.upstream import Endpoint, UpstreamConnection
-from router.http.chunked import ChunkedBody
 from router.http.connection import Client
 from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
@@ -61,7 +60,7 @@ class Exchange:
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
         self._is_source_refused = False
         """Whether the worker of the latest decision has refused the source that it should pull from."""
-        self._filter = ResponseFilter(is_http_1_0=context.request.is_http_1_0)
+        self._filter = ResponseFilter()
         self._is_client_paused = False
 
     # From the core ------------------------------------------------------------------------------------------------
@@ -300,7 +299,7 @@ class Exchange:
         self._response_head = head
         redacted_keys = None if is_continued else self._proxy.redacted_keys
         continuation = self.context.continuation if is_stream else None
-        self._filter.choose_conversion(head, continuation, redacted_keys, is_stream=is_stream)
+        self._filter.choose_conversion(head, continuation, redacted_keys, is_http_1_0=self.context.request.is_http_1_0)
         self.on_attempt_body(head, data, client_head=b"" if is_continued else self._build_client_head(head))
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
@@ -357,14 +356,14 @@ class Exchange:
             head,
             self.context.trace_id,
             self.context.decision if self._proxy.config.cache_headers else None,
-            allows_chunked=not self._filter.is_http_1_0,
+            is_chunked=self._filter.adds_chunks,
             keep_alive=self._keeps_alive(head),
             cors_headers=self.client.cors_headers,
         )
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
-        return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
+        return self.context.request.keep_alive and is_delimited and not self.context.request.is_http_1_0
 
     def on_attempt_body(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
         """Forward the next bytes of the worker's answer to the client, after `client_head`, and record its progress.
@@ -373,15 +372,10 @@ class Exchange:
         """
         context, body, response_filter = self.context, head.body, self._filter
         progress, continuation = context.progress, response_filter.continuation
-        content = bytearray() if response_filter.removes_chunks else None
-        body_bytes = body.feed(data, content)
+        content, surplus = body.feed(data)
         now = self._proxy.now()
-        has_surplus = body_bytes != len(data)
-        if has_surplus:
-            data = data[:body_bytes]
-
-        is_first_output = not progress.has_started and self._record_start(head, data, now)
-        data = response_filter.convert(data if content is None else bytes(content), is_last=body.is_complete)
+        is_first_output = not progress.has_started and self._record_start(head, content, now)
+        data = response_filter.convert(content, is_last=body.is_complete)
         if client_head or data:
             self.client.write(client_head + data)
         progress.record(data, now)
@@ -391,18 +385,18 @@ class Exchange:
         if continuation is not None and continuation.has_worker_failed and self._handle_worker_failure(continuation):
             return  # another worker continues the answer
         if body.is_complete:
-            self._end_body(head, reusable=head.keep_alive and not has_surplus)
+            self._end_body(head, reusable=head.keep_alive and not surplus)
         elif progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
             self._proxy.core.record_progress(context.request_id, progress.read_count, now)
 
-    def _record_start(self, head: ResponseHead, data: bytes, now: float) -> bool:
-        """Record the first byte of an answer, and its first output. Return whether `data` has the first output."""
+    def _record_start(self, head: ResponseHead, content: bytes, now: float) -> bool:
+        """Record the first byte of an answer, and its first output. Return whether `content` has the first output."""
         context, progress = self.context, self.context.progress
-        if not data:
+        if not content:
             return False
         if progress.first_byte_at_s is None:
             progress.first_byte_at_s = now
-        if not progress.is_output(data, context.request.path):
+        if not progress.is_output(content, context.request.path):
             return False
         progress.has_started = True
         if context.is_streaming and head.status == 200:
@@ -561,10 +555,7 @@ class Exchange:
 
     def _terminate_body(self, head: ResponseHead) -> None:
         """End the body for a client that has the last event, as the worker has closed its connection."""
-        body, response_filter = head.body, self._filter
-        records_tokens = response_filter.continuation is not None  # then the client has whole chunks only
-        can_end_body = isinstance(body, ChunkedBody) and (records_tokens or body.is_between_chunks)
-        if can_end_body and not response_filter.is_http_1_0:
+        if self._filter.adds_chunks:
             self.client.write(LAST_CHUNK)
             self._complete(head, reusable=False)
         elif self._record_completion(head, reusable=False):

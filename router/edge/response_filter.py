@@ -9,25 +9,16 @@ import msgspec
 
 from router.edge.continuation import StreamContinuation
 from router.edge.response_redactor import ResponseRedactor
-from router.http.chunked import ChunkedBody
 from router.http.response import ResponseHead
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter(msgspec.Struct, eq=False):
-    """Converts the body of a worker's answer for the client: hides internal fields, records tokens, changes framing.
+    """Converts the content of a worker's answer for the client: records tokens, hides internal fields, adds chunks."""
 
-    If nothing changes, the body is forwarded as the worker sent it. Otherwise its content is taken out of the worker's
-    HTTP chunks, changed, and sent in new chunks, or without chunks to a client of HTTP/1.0.
-    """
-
-    is_http_1_0: bool
-    """Whether the client does not understand chunks, so that it gets the bare content."""
-    removes_chunks: bool = False
-    """Whether `convert` takes the content of the body without the worker's chunks."""
     adds_chunks: bool = False
-    """Whether `convert` puts the content into new chunks."""
+    """Whether the content is sent in chunks, as the worker did, which clients of HTTP/1.0 do not understand."""
     continuation: StreamContinuation | None = None
     """Continuation that records the tokens of the answer; None if they are not recorded."""
     _redactor: ResponseRedactor | None = None
@@ -38,31 +29,27 @@ class ResponseFilter(msgspec.Struct, eq=False):
         continuation: StreamContinuation | None,
         redacted_keys: re.Pattern[bytes] | None,
         *,
-        is_stream: bool,
+        is_http_1_0: bool,
     ) -> None:
-        """Choose how the body of a worker's answer is converted for the client. `head`: its status and headers.
+        """Choose how the content of a worker's answer is converted for the client. `head`: its status and headers.
 
         `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
         fields whose values are blanked. None if all are shown, or if the worker continues an answer: then its redactor
-        goes on. `is_stream`: whether the answer is a stream of events that can be recorded.
+        goes on. `is_http_1_0`: the client's version of HTTP.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.continuation = continuation if records_tokens else None
+        self.adds_chunks = head.is_chunked and not is_http_1_0
         if redacted_keys is not None and _is_readable(head):
-            # The redactor must not blank the sizes of chunks, so it has to know whether they are in its input.
-            keeps_chunks = is_stream and not records_tokens and not self.is_http_1_0
-            self._redactor = ResponseRedactor(redacted_keys, is_chunked=keeps_chunks)
-        redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
-        self.removes_chunks = self.is_http_1_0 or records_tokens or redacts_content
-        self.adds_chunks = self.removes_chunks and not self.is_http_1_0
+            self._redactor = ResponseRedactor(redacted_keys)
 
-    def convert(self, data: bytes, *, is_last: bool) -> bytes:
-        """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
+    def convert(self, content: bytes, *, is_last: bool) -> bytes:
+        """Return the bytes for the client that replace the next content of the answer. Raises ProtocolError."""
         if self.continuation is not None:
-            data = self.continuation.record_and_convert(data, is_last=is_last)
+            content = self.continuation.record_and_convert(content, is_last=is_last)
         if self._redactor is not None:
-            data = self._redactor.feed(data, ends=is_last)
-        return encode_chunk(data) if self.adds_chunks else data
+            content = self._redactor.feed(content, ends=is_last)
+        return encode_chunk(content) if self.adds_chunks else content
 
 
 def is_event_stream(head: ResponseHead) -> bool:

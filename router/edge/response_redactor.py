@@ -81,8 +81,6 @@ class ResponseRedactor(msgspec.Struct, eq=False):
     """
 
     key_pattern: re.Pattern[bytes]
-    is_chunked: bool = False
-    """Whether the bytes include the framing of chunks. A value that is cut by a chunk is not blanked."""
     _held_back: bytes = b""
     """End of the last part that may be the beginning of an internal key."""
     _unfinished_value: _BlankedValue | None = None
@@ -133,13 +131,8 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         if not (is_number or is_string or is_container):
             return start  # true, false, null
         value = _BlankedValue(is_number=is_number, is_in_string=is_string, depth=int(is_container))
-        blanked_bytes = bytearray([ord("0") if is_number else first_byte])
-        end = value.blank(data, start + 1, blanked_bytes)
-        is_cut_by_chunk = self.is_chunked and (not value.is_finished or b"\r" in data[start:end])
-        if is_cut_by_chunk:  # blanking would also hit the size of the next chunk, so the value stays
-            out += data[start:end]
-            return end
-        out += blanked_bytes
+        out.append(ord("0") if is_number else first_byte)
+        end = value.blank(data, start + 1, out)
         if not value.is_finished:
             self._unfinished_value = value
         return end

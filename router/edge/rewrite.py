@@ -102,14 +102,14 @@ def build_response_head(
     trace_id: bytes,
     decision: Decision | None,
     *,
-    allows_chunked: bool,
+    is_chunked: bool,
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
     """Return the status line and the headers for the client, made from the head of a worker's response.
 
     `trace_id` is sent as x-request-id. A `decision` adds headers with the worker and the predicted cached tokens.
-    `allows_chunked`: whether the client understands a chunked body. `cors_headers`: header lines that replace the
+    `is_chunked`: whether the client gets the body in chunks. `cors_headers`: header lines that replace the
     worker's CORS headers.
     """
     added_lines = b"x-request-id: %b\r\n" % trace_id
@@ -118,7 +118,7 @@ def build_response_head(
             decision.worker.encode(), decision.predicted_cached_tokens,
         )  # fmt: skip
     framing_line = b""
-    if head.is_chunked and allows_chunked:
+    if is_chunked:
         framing_line = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
         framing_line = b"content-length: %d\r\n" % head.content_length

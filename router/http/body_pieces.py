@@ -17,7 +17,7 @@ class BodyPieces:
         self.complete: list[bytes] = []
         """Pieces to which no more bytes are added."""
         self.growing = bytearray()
-        """Last piece. Whoever appends bytes to it directly calls `end_piece` after that."""
+        """Last piece."""
 
     @property
     def byte_count(self) -> int:
@@ -25,12 +25,8 @@ class BodyPieces:
         return sum(map(len, self.complete)) + len(self.growing)
 
     def append(self, data: bytes) -> None:
-        """Add the next bytes of the body."""
+        """Add the next bytes of the body, and begin a new piece if the last one is large enough."""
         self.growing += data
-        self.end_piece()
-
-    def end_piece(self) -> None:
-        """Begin a new piece if the last one is large enough."""
         if len(self.growing) >= PIECE_BYTES:
             self.complete.append(bytes(self.growing))
             self.growing = bytearray()

@@ -30,7 +30,7 @@ class BodyTooLarge(Exception):
 
 
 class ChunkedBody:
-    """Parser of one chunked body. It finds the end of the body, and collects the content if the caller wants it."""
+    """Parser of one chunked body: takes its content out of the chunks, and finds its end."""
 
     __slots__ = (
         "_content_bytes", "_framing_bytes", "_is_in_trailers", "_max_content_bytes", "_max_framing_bytes",
@@ -60,30 +60,28 @@ class ChunkedBody:
         self._is_in_trailers = False
         self._trailer_bytes = 0
 
-    def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Parse the next bytes of a connection, and return how many of them belong to the body.
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        """Parse the next bytes of a connection; return the content in them, and the bytes after the end of the body.
 
-        Fewer than all belong to it if the body ends within `data`. The content without its framing is appended to
-        `payload`, if there is one. Raises ProtocolError for malformed framing, and BodyTooLarge.
+        Raises ProtocolError for malformed framing, and BodyTooLarge.
         """
+        contents: list[bytes] = []
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
-            # The property `is_between_chunks`, written out, as the call takes a tenth of the time of this function.
             if self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
-                position = self._read_complete_chunks(data, position, payload)
+                position = self._read_complete_chunks(data, position, contents)
                 if position == data_end:
                     break
             if self.remaining_bytes > 0:
                 content = data[position : position + self.remaining_bytes]
-                if payload is not None:
-                    payload += content
+                contents.append(content)
                 self.remaining_bytes -= len(content)
                 position += len(content)
             else:
                 position = self._read_framing(data, position)
-        return position
+        return b"".join(contents), data[position:]
 
-    def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
+    def _read_complete_chunks(self, data: bytes, position: int, contents: list[bytes]) -> int:
         """Read the chunks that `data` holds completely, from `position` on, and return the position after them.
 
         This is the fast path, as most chunks come whole. It leaves the rest to `_read_framing`: the last chunk, a chunk
@@ -98,8 +96,7 @@ class ChunkedBody:
             content_end = content_start + chunk_bytes
             if chunk_bytes == 0 or not data.startswith(b"\r\n", content_end):
                 break
-            if payload is not None:
-                payload += data[content_start:content_end]
+            contents.append(data[content_start:content_end])
             if self._max_content_bytes is not None:
                 self._check_sizes(chunk_bytes, content_start - position + 2)
             position = content_end + 2
@@ -163,11 +160,6 @@ class ChunkedBody:
         self._trailer_bytes += len(line)
         if self._trailer_bytes > MAX_TRAILER_BYTES:
             raise ProtocolError("trailers too long")
-
-    @property
-    def is_between_chunks(self) -> bool:
-        """Whether the next bytes begin a chunk, which may be the last one."""
-        return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers
 
     def finish(self) -> None:
         """End the body because the connection ended. Raises `ProtocolError` if the body is incomplete."""

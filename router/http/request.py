@@ -316,10 +316,10 @@ class RequestParser:
     def _read_chunked_body(self, request: HttpRequest, chunked_body: ChunkedBody) -> HttpRequest | None:
         """Parse at most BYTES_PER_TURN of a chunked body; return the request if its body is complete."""
         assert self._body is not None
-        self._position += chunked_body.feed(
-            self._unread_data[self._position : self._position + BYTES_PER_TURN], self._body.growing
-        )
-        self._body.end_piece()
+        data = self._unread_data[self._position : self._position + BYTES_PER_TURN]
+        content, surplus = chunked_body.feed(data)
+        self._position += len(data) - len(surplus)
+        self._body.append(content)
         return self._complete_request(request, self._body) if chunked_body.is_complete else None
 
     def _complete_request(self, request: HttpRequest, body: BodyPieces) -> HttpRequest:

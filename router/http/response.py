@@ -1,7 +1,6 @@
 """Parser of a worker's answer: its head, and the end of its body. Sans-IO; the content is not parsed.
 
-The body is relayed unchanged, with its chunk framing, so the parser only finds the number of bytes that belong to the
-answer. A violation of RFC 9112 raises `ProtocolError`. If no byte was relayed yet, the client gets a 502. Otherwise the
+A violation of RFC 9112 raises `ProtocolError`. If no byte was relayed yet, the client gets a 502. Otherwise the
 client's connection is closed, which is the only way to show that the answer is incomplete.
 """
 
@@ -27,11 +26,8 @@ class BodyFraming(Protocol):
 
     is_complete: bool
 
-    def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return how many leading bytes of `data` belong to the body, and set `is_complete` at the end of the body.
-
-        The content without framing is appended to `payload`, for clients that do not know chunks.
-        """
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the content in the next bytes, and the bytes after the end of the body. Sets `is_complete`."""
 
     def finish(self) -> None:
         """End the body because the connection ended. Raises `ProtocolError` if the body is incomplete."""
@@ -46,15 +42,11 @@ class LengthBody:
         self.remaining_bytes = length
         self.is_complete = length == 0
 
-    def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        body_bytes = len(data)
-        if body_bytes >= self.remaining_bytes:
-            body_bytes = self.remaining_bytes
-            self.is_complete = True
-        self.remaining_bytes -= body_bytes
-        if payload is not None and body_bytes:
-            payload += data[:body_bytes]
-        return body_bytes
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        content, surplus = data[: self.remaining_bytes], data[self.remaining_bytes :]
+        self.remaining_bytes -= len(content)
+        self.is_complete = self.remaining_bytes == 0
+        return content, surplus
 
     def finish(self) -> None:
         """End the body because the connection was closed. Raises `ProtocolError` if bytes are missing."""
@@ -70,11 +62,8 @@ class CloseDelimitedBody:
     def __init__(self) -> None:
         self.is_complete = False
 
-    def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return the number of bytes of `data`, as all belong to the body."""
-        if payload is not None:
-            payload += data
-        return len(data)
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        return data, b""
 
     def finish(self) -> None:
         self.is_complete = True

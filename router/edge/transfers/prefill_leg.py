@@ -220,12 +220,14 @@ class PrefillLeg:
 
     def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
         """Read bytes of an answer, and tell the owner when it is complete."""
-        consumed_bytes = head.body.feed(data, None if self.is_concurrent else self._content)
+        content, surplus = head.body.feed(data)
+        if not self.is_concurrent:
+            self._content += content
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
         elif head.body.is_complete:
             assert self._connection is not None
-            self._connection.finish(self._proxy.now(), reusable=head.keep_alive and consumed_bytes == len(data))
+            self._connection.finish(self._proxy.now(), reusable=head.keep_alive and not surplus)
             self._connection = None
             self._finish(head)
 

@@ -821,7 +821,7 @@ def test_an_encoded_answer_passes_as_it_comes(edge: Any, make_post: Any) -> None
         await edge.worker(script, "a", engine="blockcast")
         answer = await edge.exchange(make_post(json.dumps(CHATS).encode()))
         assert b"content-encoding: gzip" in answer
-        assert answer.partition(b"\r\n\r\n")[2] == body
+        assert content_of(answer) == (packed, True)
 
     edge.run(scenario())
 
