@@ -27,7 +27,6 @@ BOUNDS = re.compile(
 ELSEWHERE = {
     "router/edge/token_recorder.py:PLAIN_EVENT_BYTES_MAX": "what is longer is read as any other event",
     "router/edge/response_redactor.py:KEY_START_BYTES_MAX": "ours: the end of a read that may begin a key",
-    "router/http/headers.py:KNOWN_LINE_BYTES_MAX": "longer header lines are read each time",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/conversation_reading.py:TAIL_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/turn_memo.py:CHARS_MAX": "what is longer is not remembered",

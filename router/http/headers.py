@@ -14,12 +14,8 @@ from typing import Final
 import msgspec
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-LINE_PATTERN = rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n"
+_LINE_PATTERN = re.compile(rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n")
 """Pattern of a header line, with its name as the group."""
-KNOWN_LINES_MAX: Final = 1024
-"""Most lines with names that are kept."""
-KNOWN_LINE_BYTES_MAX: Final = 256
-"""Longest line with a name that is kept."""
 
 HOP_BY_HOP = (
     b"connection",
@@ -42,30 +38,6 @@ class ProtocolError(Exception):
     """The peer sent something that is not HTTP/1.x, or contradicts itself."""
 
 
-class _HeaderNameCache(dict[bytes, bytes]):
-    """Cache from a header line, as it was sent, to the lower-case name of the header.
-
-    Peers send most lines again in every message, and a lookup is faster than parsing. Long lines are not cached, and a
-    full cache is emptied.
-    """
-
-    def __missing__(self, line: bytes) -> bytes:
-        """Parse a line that is not cached, and return its name. Raises ProtocolError if the line is malformed."""
-        match = _LINE_PATTERN.fullmatch(line)
-        if match is None:
-            raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
-        name = match[1].lower()
-        if len(line) <= KNOWN_LINE_BYTES_MAX:
-            if len(self) >= KNOWN_LINES_MAX:
-                self.clear()
-            self[line] = name
-        return name
-
-
-_LINE_PATTERN = re.compile(LINE_PATTERN)
-_name_by_line = _HeaderNameCache()
-
-
 class HeaderBlock:
     """Headers of an HTTP message, kept as the lines that were sent, so that a proxy can forward them. Immutable."""
 
@@ -75,10 +47,11 @@ class HeaderBlock:
         """Split a block of header lines. Raises ProtocolError if a line is malformed."""
         self.raw = raw
         lines = raw.splitlines(keepends=True)
-        self.lines_by_name = {_name_by_line[line]: line for line in lines}
+        names = [_parse_name(line) for line in lines]
+        self.lines_by_name = dict(zip(names, lines))
         """Lines of each lower-case name, joined; nearly always it is one line."""
         if len(self.lines_by_name) < len(lines):
-            self.lines_by_name = _join_lines_of_each_name(lines)
+            self.lines_by_name = _join_lines_of_each_name(names, lines)
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
@@ -119,11 +92,19 @@ class HeaderBlock:
         return b"".join([lines for name, lines in self.lines_by_name.items() if name not in names])
 
 
-def _join_lines_of_each_name(lines: Iterable[bytes]) -> dict[bytes, bytes]:
-    """Return the lines of each name in lower case. Each line is copied once, however many a hostile client sends."""
+def _parse_name(line: bytes) -> bytes:
+    """Return the lower-case name of a header line. Raises ProtocolError if the line is malformed."""
+    match = _LINE_PATTERN.fullmatch(line)
+    if match is None:
+        raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
+    return match[1].lower()
+
+
+def _join_lines_of_each_name(names: Iterable[bytes], lines: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Return the lines of each name. Each line is copied once, however many a hostile client sends."""
     lines_by_name: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for line in lines:
-        lines_by_name[_name_by_line[line]].append(line)
+    for name, line in zip(names, lines):
+        lines_by_name[name].append(line)
     return {name: b"".join(lines) for name, lines in lines_by_name.items()}
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http import headers
 from router.http.chunked import MAX_TRAILER_BYTES, ChunkedBody
 from router.http.headers import HeaderBlock, ProtocolError
 from router.http.response import LengthBody, parse_response_head
@@ -117,15 +116,6 @@ def test_a_block_without_some_names_is_its_other_lines(block: list[bytes]) -> No
     block_in_order = [line for _, line in sorted(zip(map(names.index, names), block), key=lambda item: item[0])]
     expected = b"".join([line for line in block_in_order if line.partition(b":")[0].lower() not in gone])
     assert HeaderBlock(b"".join(block)).join_lines_without(frozenset((b"te", b"connection"))) == expected
-
-
-def test_few_and_short_lines_are_kept_with_their_names() -> None:
-    for number in range(3 * headers.KNOWN_LINES_MAX):
-        HeaderBlock(b"X-%d: a\r\n" % number)
-        assert len(headers._name_by_line) <= headers.KNOWN_LINES_MAX
-    long_line = b"X: " + b"a" * headers.KNOWN_LINE_BYTES_MAX + b"\r\n"
-    assert HeaderBlock(long_line).lines_by_name == {b"x": long_line}
-    assert long_line not in headers._name_by_line
 
 
 def test_a_malformed_line_is_refused_each_time_and_not_kept() -> None:
