@@ -185,7 +185,7 @@ class _PreparingRequest(NamedTuple):
         return all(future.done() for future in self.futures)
 
     def find_error(self) -> BaseException | None:
-        errors = (future.exception() for future in self.futures)
+        errors = (future.exception() for future in self.futures if not future.cancelled())
         return next((error for error in errors if error is not None), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,18 +31,14 @@ class Pull:
     """Engine that has the blocks."""
     keys: list[BlockKey]
     """Keys of the prompt's blocks that are worth pulling, from the first block on."""
-    end: Future[None] = field(default_factory=Future)
-    """Done when the requests need not wait any more."""
     is_abandoned: bool = False
     """Whether nothing more is stored, because no request waits, or the cache was reset."""
-    task: asyncio.Task[None] | None = None
-    """Task that fetches. Only the thread of the network uses it."""
 
     # Only the thread of the step loop uses these.
+    end: Future[None] = field(init=False)
+    """Done when the requests need not wait any more: the pull has ended, or was cancelled."""
     nodes: list[Node] = field(default_factory=list)
     """Nodes of the prefix tree for the prompt's leading cached blocks."""
-    request_ids: set[str] = field(default_factory=set)
-    """Requests that wait."""
     is_stored: bool = False
     """Whether the last blocks are stored, so that the pull ends at once."""
 

@@ -110,6 +110,8 @@ class Puller:
             self._count_failure(pull.source, "timeout", f"no end within {self._settings.timeout_s:g} s")
         except OSError as error:
             self._count_failure(pull.source, "closed", str(error))
+        except Exception:
+            log.exception("a pull has failed for a reason that is not the peer's")
         finally:
             self._stats.pulls += 1
             self._stats.pull_s += time.monotonic() - start_s

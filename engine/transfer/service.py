@@ -127,7 +127,6 @@ class KVTransfers(Transfers):
             pull = self._begin_or_join_pull(source, keys)
         if pull is None:
             return None
-        pull.request_ids.add(request.request_id)
         self._pull_by_request_id[request.request_id] = pull
         return pull.end
 
@@ -146,15 +145,12 @@ class KVTransfers(Transfers):
                 self.stats.failures["busy"] += 1
                 return None
             pull = self._pull_by_id[new_pull.id] = new_pull
-            self._loop.call_soon_threadsafe(self._begin, pull)
+            pull.end = asyncio.run_coroutine_threadsafe(self._puller.pull(pull), self._loop)
         return pull
 
     def stop_waiting(self, request_id: str) -> None:
         pull = self._pull_by_request_id.pop(request_id, None)
-        if pull is None:
-            return
-        pull.request_ids.discard(request_id)
-        if not pull.request_ids:
+        if pull is not None and pull not in self._pull_by_request_id.values():
             self._abandon(pull)
 
     def abandon_pulls(self) -> None:
@@ -169,12 +165,11 @@ class KVTransfers(Transfers):
             self.settings.fingerprint = os.urandom(len(self.settings.fingerprint))
 
     def _abandon(self, pull: Pull) -> None:
-        """Store nothing more of a pull, and end it on the thread of the network."""
+        """Store nothing more of a pull, and cancel it on the thread of the network."""
         pull.is_abandoned = True
         if self._pull_by_id.get(pull.id) is pull:
             del self._pull_by_id[pull.id]
-        if not pull.end.done():
-            self._loop.call_soon_threadsafe(self._cancel, pull)
+        pull.end.cancel()
 
     # ------------------------------------------------------------------ the thread of the network
 
@@ -191,27 +186,8 @@ class KVTransfers(Transfers):
             self._loop.run_until_complete(asyncio.gather(server_task, *tasks, return_exceptions=True))
             self._loop.close()
 
-    def _begin(self, pull: Pull) -> None:
-        """Begin a pull, on the thread of the network, unless it was abandoned before."""
-        if pull.is_abandoned:
-            pull.end.set_result(None)
-            return
-        pull.task = self._loop.create_task(self._puller.pull(pull))
-        pull.task.add_done_callback(lambda task: _end(pull, task))
-
-    def _cancel(self, pull: Pull) -> None:
-        if pull.task is not None:
-            pull.task.cancel()
-
     def close(self) -> None:
         """End all transfers and the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S_MAX)
-
-
-def _end(pull: Pull, task: asyncio.Task[None]) -> None:
-    """End the wait of a pull's requests, because its task has ended."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a pull has failed for a reason that is not the peer's", exc_info=error)
-    pull.end.set_result(None)
