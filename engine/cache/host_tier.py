@@ -4,7 +4,7 @@ Host memory has a pool of its own, of the same units and kinds, for nodes of the
 evicts a block, a copy to host memory is planned (`demote`). When a request finds a block here, a copy back is planned.
 Both go into one list of copies, which a step does first and in order. A block is in one of the two pools: the host's
 copy is dropped once the device has a computed one (`discard_duplicate`). Only a state may be in both: the running
-sequence that loaded it changes its own copy (`unpin_state`).
+sequence that loaded it changes its own copy.
 
 Invariants: a block here is cached, or held by a step that reads it. Its parent's full-attention block is here or on the
 device.
@@ -133,33 +133,22 @@ class HostTier:
         self._loaded_bytes += self._block_bytes_by_kind[host_block.kind]
 
     def commit_load(self, load: HostLoad) -> None:
-        """Announce the block of a load that is done."""
+        """Announce the block of a load that is done, unless it is the state of a sequence, or the cache was reset."""
         block, host_block = load
         if block.node is not None:
             self._tree.commit(block)
-            self.finish_promotion(host_block)
-        else:  # the state of a sequence, or the cache was reset meanwhile
-            self.unpin_state(host_block)
-
-    def unpin(self, host_block: Block) -> None:
-        """Remove one reference to a host block."""
-        self._pool.release(host_block)
-
-    def finish_promotion(self, host_block: Block) -> None:
-        """Unpin a block of which the device now has a computed copy. Drop the block unless another step reads it."""
-        if host_block.ref_count == 1 and host_block.node is not None:
-            self._tree.detach_host(host_block)
         self.unpin(host_block)
 
-    def unpin_state(self, host_block: Block) -> None:
-        """Unpin a state that a sequence has copied and will change. The state stays in host memory.
+    def unpin(self, host_block: Block) -> None:
+        """Remove one reference to a host block. Drop the block if the tree has a computed copy on the device.
 
-        The state is dropped only if the cache was reset, or if the tree has a copy on the device meanwhile.
+        It stays while another step reads it. A state stays, too, if a sequence has copied it, because the sequence
+        will change its copy.
         """
-        if host_block.node is None or host_block.node.has_computed(host_block.kind):
-            self.finish_promotion(host_block)
-        else:
-            self.unpin(host_block)
+        node = host_block.node
+        if node is not None and node.has_computed(host_block.kind) and host_block.ref_count == 1:
+            self._tree.detach_host(host_block)
+        self._pool.release(host_block)
 
     def discard_duplicate(self, block: Block) -> None:
         """Drop the host copy of a block that the device has just computed, unless a step reads the copy."""

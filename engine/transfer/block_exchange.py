@@ -279,12 +279,9 @@ class BlockExchange:
     def _release(self, new_block: _NewBlock) -> None:
         """Release a new block, its source in host memory and its parent. A block in the tree becomes cached."""
         cache, block, host_block = self._cache, new_block.block, new_block.host_block
-        is_in_tree = block.node is not None
-        if host_block is not None and is_in_tree:
-            cache.host_tier.finish_promotion(host_block)
-        elif host_block is not None:
+        if host_block is not None:
             cache.host_tier.unpin(host_block)
-        if isinstance(block, StateBlock) and is_in_tree:
+        if isinstance(block, StateBlock) and block.node is not None:
             cache.states.release_new_checkpoint(block)
         else:
             cache.pool.release(block)

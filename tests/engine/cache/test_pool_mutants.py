@@ -351,7 +351,12 @@ def state_resumed_on_nothing(patch: Patch) -> None:
 
 
 def state_gone_once_it_is_read(patch: Patch) -> None:
-    patch.setattr(HostTier, "unpin_state", HostTier.finish_promotion)
+    def unpin(self: HostTier, host_block: Any) -> None:
+        if host_block.ref_count == 1 and host_block.node is not None:
+            self._tree.detach_host(host_block)
+        self._pool.release(host_block)
+
+    patch.setattr(HostTier, "unpin", unpin)
 
 
 def host_windows_not_read(patch: Patch) -> None:
