@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ FAILURES_MAX = 10
 PREPARATION_WAIT_S = 0.002
 """Longest wait of a step for a grammar or for blocks when there is no other work."""
 
-PublishEvents = Callable[[Collection[Event]], None]
+PublishEvents = Callable[[Iterable[Event]], None]
 """Publishes the events of a step. Iterating the collection makes the events."""
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ class PublisherStats:
 class _QueuedBatch(NamedTuple):
     seq: int
     ts: float
-    events: Collection[Event]
+    events: Iterable[Event]
 
 
 class _SendOutcome(enum.Enum):
@@ -136,7 +136,7 @@ class EventPublisher:
 
     # The caller's side
 
-    def publish(self, events: Collection[Event]) -> None:
+    def publish(self, events: Iterable[Event]) -> None:
         """Publish the events of a step. The caller must not change them; the publisher's thread reads them."""
         if not events:
             return

@@ -7,7 +7,7 @@ block from host memory may come before the arrival of blocks that moved there ea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,31 +31,29 @@ class Change(NamedTuple):
 
 
 class EventLog:
-    """Records the changes of the cache in their order. Consecutive blocks of a prefix become one change."""
+    """Records the changes of the cache in their order. Consecutive changes of one action and kind become one."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
         self.groups = spec.list_group_infos()
         """How events describe each kind of blocks."""
-        self.joins_chains_by_kind = [group.kind != MAMBA for group in self.groups]
-        """Whether consecutive blocks of a prefix go into one event, by kind."""
         self._changes: list[Change] = []
 
     def record_stored(self, kind: int, node: Node) -> None:
         """Record that the device has a computed block of `kind` at `node`."""
-        last_change = self._get_last_change(STORED, kind) if self.joins_chains_by_kind[kind] else None
-        if last_change is not None and last_change.nodes[-1] is node.parent:
-            last_change.nodes.append(node)
-        else:
-            self._changes.append(Change(STORED, kind, [node]))
+        self._record(STORED, kind, node)
 
     def record_removed(self, kind: int, node: Node) -> None:
         """Record that the device has no block of `kind` at `node` any more."""
-        last_change = self._get_last_change(REMOVED, kind)
-        if last_change is not None:
-            last_change.nodes.append(node)
+        self._record(REMOVED, kind, node)
+
+    def _record(self, action: int, kind: int, node: Node) -> None:
+        """Add a node to the last change if that has the same action and kind, else begin another change."""
+        last_change = self._get_last_change(action, kind)
+        if last_change is None:
+            self._changes.append(Change(action, kind, [node]))
         else:
-            self._changes.append(Change(REMOVED, kind, [node]))
+            last_change.nodes.append(node)
 
     def record_demoted(self, kind: int, node: Node) -> None:
         """Record that a block moved from the device (GPU) to host memory (CPU)."""
@@ -102,24 +100,15 @@ class EventLog:
         return last_change if last_change.action == action and last_change.kind == kind else None
 
 
-class StepEvents(Collection[Event]):
+class StepEvents:
     """Makes the events of one step while they are iterated, on the thread that iterates."""
 
     def __init__(self, changes: list[Change], log: EventLog) -> None:
         self._changes = changes
         self._log = log
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return bool(self._changes)
-
     def __iter__(self) -> Iterator[Event]:
         return chain.from_iterable(map(self._make_events, self._changes))
-
-    def __contains__(self, event: object) -> bool:
-        return any(event == step_event for step_event in self)
 
     def _make_events(self, change: Change) -> Iterable[Event]:
         """Return the events that announce one change."""
@@ -127,7 +116,7 @@ class StepEvents(Collection[Event]):
         if action == CLEARED:
             return [AllBlocksCleared()]
         if action == STORED:
-            return [self._make_stored_event(kind, nodes, GPU)]
+            return self._make_stored_events(kind, nodes, GPU)
         if action == REMOVED:
             return [_make_removed_event(kind, nodes, GPU)]
         if action == HOST_REMOVED:
@@ -145,23 +134,25 @@ class StepEvents(Collection[Event]):
         for kind, node in demoted_nodes:
             nodes_by_kind[kind].append(node)
         for kind, nodes in enumerate(nodes_by_kind):
-            for chain_nodes in self._split_into_chains(kind, reversed(nodes)):
-                yield self._make_stored_event(kind, chain_nodes, CPU)
+            yield from self._make_stored_events(kind, reversed(nodes), CPU)
         for kind in reversed(range(len(nodes_by_kind))):
             if nodes_by_kind[kind]:
                 yield _make_removed_event(kind, nodes_by_kind[kind], GPU)
 
-    def _split_into_chains(self, kind: int, nodes: Iterable[Node]) -> Iterator[list[Node]]:
-        """Yield runs of nodes in which each is the parent of the next. One event announces one run."""
-        chain_nodes: list[Node] = []
+    def _make_stored_events(self, kind: int, nodes: Iterable[Node], medium: str) -> Iterator[Event]:
+        """Yield the events for stored blocks: one for each run of nodes in which each is the parent of the next.
+
+        A recurrent state has an event of its own.
+        """
+        run: list[Node] = []
         for node in nodes:
-            continues_chain = self._log.joins_chains_by_kind[kind] and chain_nodes and node.parent is chain_nodes[-1]
-            if chain_nodes and not continues_chain:
-                yield chain_nodes
-                chain_nodes = []
-            chain_nodes.append(node)
-        if chain_nodes:
-            yield chain_nodes
+            continues_run = run and self._log.groups[kind].kind != MAMBA and node.parent is run[-1]
+            if run and not continues_run:
+                yield self._make_stored_event(kind, run, medium)
+                run = []
+            run.append(node)
+        if run:
+            yield self._make_stored_event(kind, run, medium)
 
     def _make_stored_event(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
         """Return the event which announces that CPU or GPU memory (`medium`) now holds consecutive blocks of a prompt.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -227,7 +227,7 @@ class EngineHistory:
                     self._texts = [*self._texts, token_ids][-12:]
                     del self._token_ids_by_request[output.request_id]
 
-    def _publish(self, events: Collection[Event]) -> None:
+    def _publish(self, events: Iterable[Event]) -> None:
         self.lines += [f"event {msgspec.to_builtins(event)}" for event in events]
 
 

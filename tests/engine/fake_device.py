@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from copy import copy
 from dataclasses import dataclass
@@ -231,7 +231,8 @@ class EventChecker:
         """By (group, name, medium)."""
         self.events: list[Event] = []
 
-    def __call__(self, events: Collection[Event]) -> None:
+    def __call__(self, step_events: Iterable[Event]) -> None:
+        events = list(step_events)
         assert events, "an empty batch"
         self.events += events
         for event in events:
