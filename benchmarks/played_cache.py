@@ -12,10 +12,9 @@ from typing import cast
 
 import _path  # noqa: F401
 
-from engine.cache.blocks import BlockKey
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
-from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
+from engine.types import BlockKey, Chunk, Request, SamplingParams, Sequence, StepPlan
 
 CHUNK_TOKENS_MAX = 8192
 
@@ -66,9 +65,7 @@ class PlayedCache:
             self.refused_prompts += 1
             return 0
         keys = self._key_by_name
-        cache._hasher._keys_by_sequence[seq] = [
-            keys.get(name) or keys.setdefault(name, BlockKey(name, b"", None, None)) for name in names
-        ]
+        seq.block_keys = [keys.get(name) or keys.setdefault(name, BlockKey(name, b"", None, None)) for name in names]
         while not cache.admit(seq):
             self._release(next(iter(self._running)))
         self._running[names[-1]] = seq
@@ -92,5 +89,5 @@ class PlayedCache:
     def _release(self, last_name: int) -> None:
         seq = self._running.pop(last_name)
         self.cache.release(seq)
-        self.cache.discard_keys(seq)
+        self.cache.forget_match(seq)
         self.cache.take_events()

@@ -105,7 +105,7 @@ class ActiveRequests:
             self._cache.release(entry.seq)
         else:
             self._waiting.remove(entry)
-        self._cache.discard_keys(entry.seq)
+        self._cache.forget_match(entry.seq)
 
     def pop_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Remove a request from the requests by id, and return its last output, an error."""

@@ -222,6 +222,27 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
 
 
 @dataclass(slots=True, eq=False)
+class BlockKey:
+    """Key of one block of a prompt in the prefix cache. Equal keys after equal prefixes mean equal KV."""
+
+    hash: int
+    """Hash of this block and of all blocks before it."""
+    packed_tokens: bytes
+    """Token ids of the block, packed into bytes to save memory."""
+    extra_keys: tuple[str, ...] | None
+    """LoRA name and cache salt as events announce them; None if the block has neither."""
+    lora_name: str | None
+
+    def equals(self, other: BlockKey) -> bool:
+        """Return whether both blocks have the same tokens, LoRA and salt. Equal hashes do not prove that."""
+        return self is other or (
+            self.packed_tokens == other.packed_tokens
+            and self.extra_keys == other.extra_keys
+            and self.lora_name == other.lora_name
+        )
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside the engine, with its tokens so far and the KV cache blocks that it holds.
 
@@ -240,6 +261,8 @@ class Sequence:
     """Prompt tokens that the cache had when the request first began to run."""
     host_tokens: int = 0
     """Tokens that came from host memory when the request last began to run."""
+    block_keys: list[BlockKey] = field(default_factory=list)
+    """Prefix cache keys of the leading blocks, as far as they were computed."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
     """[group of attention layers][i]: the block with positions [i * block_size, (i + 1) * block_size)."""
     table_version: int = 0

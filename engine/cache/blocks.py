@@ -7,33 +7,11 @@ node never change, so the publisher's thread may read them while the step's thre
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from engine.types import BlockId, UnitId
+from engine.types import BlockId, BlockKey, UnitId
 
 _STATE_KIND = -1
 """Index of the recurrent states among the kinds of blocks, if the model has such states."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockKey:
-    """Key of one block of a prompt in the prefix cache. Equal keys after equal prefixes mean equal KV."""
-
-    hash: int
-    """Hash of this block and of all blocks before it."""
-    packed_tokens: bytes
-    """Token ids of the block, packed into bytes to save memory."""
-    extra_keys: tuple[str, ...] | None
-    """LoRA name and cache salt as events announce them; None if the block has neither."""
-    lora_name: str | None
-
-    def equals(self, other: BlockKey) -> bool:
-        """Return whether both blocks have the same tokens, LoRA and salt. Equal hashes do not prove that."""
-        return self is other or (
-            self.packed_tokens == other.packed_tokens
-            and self.extra_keys == other.extra_keys
-            and self.lora_name == other.lora_name
-        )
 
 
 class Block:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 
-from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.spec import CacheSpec
 from engine.types import Sequence as EngineSequence
@@ -124,7 +123,7 @@ class LruEviction:
         self.device_order = LruOrder(blocks_per_unit, spec.state_kind)
         self.host_order = LruOrder(blocks_per_unit, spec.state_kind)
 
-    def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
+    def begin_turn(self, seq: EngineSequence, hit_blocks: int) -> None:
         """Record that `seq` was admitted, with `hit_blocks` leading blocks found in the cache."""
 
     def end_turn(self, seq: EngineSequence) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.block_hasher import BlockHasher
-from engine.cache.blocks import Block, BlockKey, Node
+from engine.cache.block_hasher import compute_keys, count_common_blocks
+from engine.cache.blocks import Block, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
 from engine.cache.host_tier import HostHit, HostLoad, HostTier
@@ -30,7 +30,7 @@ from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
-from engine.types import BlockCopy, Chunk, Sequence, StepPlan
+from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan
 
 
 class KVCache:
@@ -58,7 +58,6 @@ class KVCache:
         self.block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._caches_prefixes = enable_prefix_caching
-        self._hasher = BlockHasher(spec.block_size)
         self.windows = AttentionWindows(spec, step_tokens_max)
 
         # Eviction order, prefix tree and memory. Tree and pool call each other to evict and to free a block.
@@ -81,7 +80,7 @@ class KVCache:
             self.states = StateCheckpoints(
                 spec.state_kind, spec.block_size, self.pool, self.tree, self.host_tier, self._allocate
             )
-        self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self.states, self.host_tier)
+        self._steps = StepLog(spec, self.tree, self.pool, self.states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
         self._matched_nodes: dict[Sequence, list[Node]] = {}
         """Last result of `_match` for each waiting sequence, because a step may look a long prompt up several times."""
@@ -123,10 +122,10 @@ class KVCache:
         The list is valid until the next call for `seq`.
         """
         nodes = self._matched_nodes.setdefault(seq, [])
-        self.tree.extend_match(self._list_keys(seq), nodes)
+        self.tree.extend_match(self.list_keys(seq), nodes)
         return nodes
 
-    def _list_keys(self, seq: Sequence) -> list[BlockKey]:
+    def list_keys(self, seq: Sequence) -> list[BlockKey]:
         """Return the keys of the blocks of `seq` that need not be computed if the cache has them.
 
         The last token must be computed in any case. If the request wants logprobs of its prompt, all tokens must.
@@ -134,7 +133,7 @@ class KVCache:
         if seq.request.params.prompt_logprobs is not None or not self._caches_prefixes:
             return []
         block_count = (len(seq.token_ids) - 1) // self.block_size
-        return self._hasher.compute_keys(seq, block_count)[:block_count]
+        return compute_keys(seq, block_count, self.block_size)[:block_count]
 
     def should_wait(self, seq: Sequence) -> bool:
         """Return whether `seq` should wait, because a running sequence is about to cache more of its prompt.
@@ -143,7 +142,7 @@ class KVCache:
         In a model with recurrent states, it must also leave a checkpoint from which `seq` can resume.
         """
         matched_nodes = self._match(seq)
-        keys = self._list_keys(seq)
+        keys = self.list_keys(seq)
         if self.has_states:
             return self.states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
         match_count = len(matched_nodes)
@@ -155,8 +154,7 @@ class KVCache:
             has_registered_block = len(seq_blocks.nodes) > index
             if has_registered_block or seq_blocks.is_detached:
                 continue
-            keys = self._hasher.get_computed_keys(seq)
-            if index < len(keys) and keys[index].hash == key.hash:
+            if index < len(seq.block_keys) and seq.block_keys[index].hash == key.hash:
                 return True
         return False
 
@@ -176,7 +174,7 @@ class KVCache:
         self._start_sequence(seq, nodes, block_counts)
         self._plan_checkpoints(seq, len(matched_nodes))
         del self._matched_nodes[seq]
-        self._eviction.begin_turn(seq, self._hasher, len(matched_nodes))
+        self._eviction.begin_turn(seq, len(matched_nodes))
         return True
 
     def _start_sequence(self, seq: Sequence, nodes: list[Node], block_counts: list[int]) -> None:
@@ -250,7 +248,7 @@ class KVCache:
         """
         if self.has_states and self._caches_prefixes:
             full_block_count = (len(seq.token_ids) - 1) // self.block_size
-            keys = self._hasher.compute_keys(seq, full_block_count)
+            keys = compute_keys(seq, full_block_count, self.block_size)
             for block_count in {matched_block_count, full_block_count} - {0}:
                 self.states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
@@ -261,10 +259,10 @@ class KVCache:
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
-        block_count = self._hasher.count_common_blocks(seq, waiting_seq)
+        block_count = count_common_blocks(seq, waiting_seq, self.block_size)
         if not block_count:
             return 0
-        self.states.plan_checkpoint(seq, block_count, self._hasher.get_computed_keys(seq)[block_count - 1].hash)
+        self.states.plan_checkpoint(seq, block_count, seq.block_keys[block_count - 1].hash)
         needs_all_logits = waiting_seq.request.params.prompt_logprobs is not None  # then every token is computed
         return 0 if needs_all_logits else block_count * self.block_size
 
@@ -328,9 +326,8 @@ class KVCache:
         seq.block_tables = []
         seq.computed_tokens = 0
 
-    def discard_keys(self, seq: Sequence) -> None:
-        """Discard the block keys of a request that has ended."""
-        self._hasher.discard(seq)
+    def forget_match(self, seq: Sequence) -> None:
+        """Forget the cached prefix of a request that has ended."""
         self._matched_nodes.pop(seq, None)
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
@@ -360,12 +357,6 @@ class KVCache:
         """Release the blocks that are too old for a sliding window: no query from position `end` on reads them."""
         for group in self.windows.sliding_groups:
             seq_blocks.release_before(group, self.windows.find_first_seen_block(group, end), self.pool)
-
-    def list_prompt_keys(self, seq: Sequence) -> list[BlockKey]:
-        """Return the keys of the blocks of `seq` that need not be computed if they are cached. `seq` is not queued."""
-        keys = self._list_keys(seq)
-        self._hasher.discard(seq)
-        return keys
 
     def take_copies(self) -> list[BlockCopy]:
         """Take the copies that wait for the next step. The caller does them at once, in order.

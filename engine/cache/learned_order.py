@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
-from engine.cache.block_hasher import BlockHasher
+from engine.cache.block_hasher import compute_keys
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.eviction_order import LruEviction, LruOrder
 from engine.cache.eviction_queue import EvictionQueue
@@ -182,10 +182,10 @@ class LearnedEviction(LruEviction):
         self.last_turn = ConversationTurn(0, 0, 0)
         """The turn that ended last: blocks that become cached next belong to its path."""
 
-    def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
+    def begin_turn(self, seq: EngineSequence, hit_blocks: int) -> None:
         """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
         block_count = len(seq.token_ids) // self._block_size
-        hashes = [key.hash for key in hasher.compute_keys(seq, block_count)[:block_count]]
+        hashes = [key.hash for key in compute_keys(seq, block_count, self._block_size)[:block_count]]
         self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:

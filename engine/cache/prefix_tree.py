@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from engine.cache.blocks import Block, BlockKey, Node
+from engine.cache.blocks import Block, Node
 from engine.cache.event_log import EventLog
 from engine.cache.eviction_order import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
+from engine.types import BlockKey
 
 
 class LowerTier(Protocol):

@@ -24,12 +24,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.cache.blocks import Block, BlockKey, Node, StateBlock
+from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import ceil_div
-from engine.types import Chunk, Sequence, StepPlan, UnitCopy
+from engine.types import BlockKey, Chunk, Sequence, StepPlan, UnitCopy
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end at a block boundary, so that a checkpoint can be taken there."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.cache.block_hasher import BlockHasher
+from engine.cache.block_hasher import compute_keys
 from engine.cache.blocks import Block
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
@@ -52,7 +52,6 @@ class StepLog:
     def __init__(
         self,
         spec: CacheSpec,
-        hasher: BlockHasher,
         tree: PrefixTree,
         pool: UnitPool,
         states: StateCheckpoints | NoStates,
@@ -60,12 +59,11 @@ class StepLog:
     ) -> None:
         """Start with no step planned or in flight.
 
-        `hasher` computes the keys under which blocks are put into the prefix `tree`. `pool` owns the blocks' memory.
-        `states` saves recurrent states at the ends of blocks. `host_tier` has evicted blocks, which steps load again.
+        Blocks are put into the prefix `tree`. `pool` owns the blocks' memory. `states` saves recurrent states at the
+        ends of blocks. `host_tier` has evicted blocks, which steps load again.
         """
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
-        self._hasher = hasher
         self._tree = tree
         self._pool = pool
         self._states = states
@@ -156,7 +154,7 @@ class StepLog:
         """
         nodes = seq_blocks.nodes
         first_index = len(nodes)
-        keys = self._hasher.compute_keys(seq_blocks.seq, full_count)
+        keys = compute_keys(seq_blocks.seq, full_count, self._block_size)
         for key in keys[first_index:full_count]:
             node = self._tree.get_or_create(key, nodes[-1] if nodes else None)
             if node is None:  # a hash collision: another prefix has the same hash

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from engine.cache.blocks import Block, BlockKey, Node, StateBlock
+from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
 from engine.transfer.messages import SentBlock, WantedBlock
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks
-from engine.types import BlockCopy, BlockPlace, Request
+from engine.types import BlockCopy, BlockKey, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
 
 
@@ -131,7 +131,7 @@ class BlockExchange:
     def list_keys(self, request: Request) -> list[BlockKey]:
         """Return the keys of the blocks of a prompt that need not be computed, and that its source may have."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
-        keys, source = self._cache.list_prompt_keys(seq), request.kv_source
+        keys, source = self._cache.list_keys(seq), request.kv_source
         if source is not None and source.cached_tokens is not None:
             keys = keys[: source.cached_tokens // self._cache.spec.block_size]
         return keys

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from engine.cache.blocks import BlockKey
+from engine.types import BlockKey
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Bytes of a message without its payload: the hashes of a prompt of a million blocks fit."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.blocks import BlockKey, Node
+from engine.cache.blocks import Node
 from engine.cache.spec import FULL_KIND
-from engine.types import KVSource
+from engine.types import BlockKey, KVSource
 
 
 class PullItem(NamedTuple):

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from engine.cache.blocks import BlockKey
 from engine.cache.spec import FULL_KIND
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
@@ -23,7 +22,7 @@ from engine.transfer.puller import Puller
 from engine.transfer.settings import TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
-from engine.types import KVSource, Request
+from engine.types import BlockKey, KVSource, Request
 from events.sources import KVTransferOffer, resolve_endpoint
 
 log = logging.getLogger("engine.transfer")

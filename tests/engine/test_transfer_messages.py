@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.blocks import BlockKey
 from engine.transfer.messages import (
     MESSAGE_BYTES_MAX,
     BlocksLocated,
@@ -31,6 +30,7 @@ from engine.transfer.messages import (
     encode_message,
 )
 from engine.transfer.pull_plan import PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
+from engine.types import BlockKey
 
 HASHES = st.integers(0, 2**64 - 1)
 KEYS = st.none() | st.lists(st.text(max_size=8), max_size=2).map(tuple)

@@ -98,7 +98,7 @@ class OurWorker:
         request = Request(request_id="probe", token_ids=list(prompt[0]), params=params, cache_salt=prompt[1])
         probe = Sequence(request, list(prompt[0]), len(prompt[0]), 0.0)
         cached_tokens = self._cache.count_cached_tokens(probe)
-        self._cache.discard_keys(probe)
+        self._cache.forget_match(probe)
         return cached_tokens
 
     def resident_count(self) -> int:

@@ -16,9 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))  # last
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 from played_cache import PlayedCache
 
-from engine.cache.blocks import BlockKey, Node
+from engine.cache.blocks import Node
 from engine.cache.eviction_queue import EvictionQueue
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats, TurnClass
+from engine.types import BlockKey
 
 
 def make_node(hash_: int, parent: Node | None = None) -> Node:

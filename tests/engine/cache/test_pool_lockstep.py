@@ -130,19 +130,19 @@ class PoolMachine(RuleBasedStateMachine):
         request = Request(request_id="r", token_ids=text, params=SamplingParams())
         seq = Sequence(request=request, token_ids=list(text), prompt_len=len(text), arrival_s=0.0)
         if self.cache.should_wait(seq):
-            self.cache.discard_keys(seq)
+            self.cache.forget_match(seq)
             return
         blocks = -(-len(text) // self.cache.block_size)
         has_room_alone = self.naive.has_room(self.naive.demand(blocks, STEP_TOKENS_MAX))
         if not self.cache.admit(seq):
             assert not has_room_alone, "refused although it fits without sharing anything"
-            self.cache.discard_keys(seq)
+            self.cache.forget_match(seq)
             return
         for other in rng.sample(self.texts, k=min(2, len(self.texts))):
             if len(other) > 1:
                 twin = Sequence(request=request, token_ids=list(other), prompt_len=len(other), arrival_s=0.0)
                 self.cache.plan_shared_prefix(seq, twin)
-                self.cache.discard_keys(twin)
+                self.cache.forget_match(twin)
         end = self.cache.clip_chunk_end(seq, min(len(text), seq.computed_tokens + STEP_TOKENS_MAX))
         if not self.cache.grow(seq, end):
             self._release(seq)
@@ -164,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _release(self, seq: Sequence) -> None:
         self.cache.release(seq)
-        self.cache.discard_keys(seq)
+        self.cache.forget_match(seq)
 
     def _fail(self) -> None:
         self.naive.forget()

@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.blocks import BlockKey, Node
+from engine.cache.blocks import Node
 from engine.cache.event_log import STORED, EventLog
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
@@ -25,7 +25,7 @@ from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.cache.step_log import PendingStep, StepLog
-from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
+from engine.types import BlockKey, Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
 pytestmark = pytest.mark.long
