@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from engine.cache.blocks import Node
 from engine.cache.spec import CacheSpec, ceil_div
@@ -18,12 +17,8 @@ ENDLESS = sys.maxsize
 """Length of a window that never slides, in tokens or blocks."""
 
 
-class PrefixBlocks(Protocol):
-    """Kinds of blocks that are cached for one block of a prefix: by a `Node`, or by two engines together."""
-
-    def has_block(self, kind: int) -> bool: ...
-    def has_host_block(self, kind: int) -> bool: ...
-    def can_resume(self) -> bool: ...
+HasBlock = Callable[[int, int], bool]
+"""`has_block(kind, index)` says whether the block of a kind is cached for block `index` of a prefix."""
 
 
 class AttentionWindows:
@@ -92,33 +87,31 @@ class AttentionWindows:
         too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
         return bisect_left(range(1, too_many_tokens), True, key=is_too_long)
 
-    def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
-        """Return the largest number of leading nodes of a cached prefix after which a sequence can resume.
+    def count_resumable_blocks(self, block_count: int, has_block: HasBlock) -> int:
+        """Return the largest number of leading blocks of a cached prefix after which a sequence can resume.
 
-        The sequence needs all blocks of the sliding windows at the end of the prefix, and the recurrent state there, if
-        the model has one. If any is missing, the prefix is cut. A cut moves every window, so all is checked again.
+        The full-attention blocks of `block_count` blocks are cached. The sequence also needs all blocks of the sliding
+        windows at the end of the prefix, and the recurrent state there, if the model has one. If any is missing, the
+        prefix is cut. A cut moves every window, so all is checked again.
         """
-        node_count, checked_count = len(nodes), -1
-        while node_count != checked_count:
-            checked_count = node_count
-            node_count = self.cut_to_cached_windows(nodes, node_count)
-            while self._has_state and node_count and not _has_cached_state(nodes[node_count - 1]):
-                node_count -= 1
-        return node_count
+        state_kind = len(self._blocks_by_group)
+        checked_count = -1
+        while block_count != checked_count:
+            checked_count = block_count
+            block_count = self.cut_to_cached_windows(block_count, has_block)
+            while self._has_state and block_count and not has_block(state_kind, block_count - 1):
+                block_count -= 1
+        return block_count
 
-    def cut_to_cached_windows(self, nodes: Sequence[PrefixBlocks], node_count: int) -> int:
-        """Return `node_count`, lowered for one group after the other until the group's window misses no block.
+    def cut_to_cached_windows(self, block_count: int, has_block: HasBlock) -> int:
+        """Return `block_count`, lowered for one group after the other until the group's window misses no block.
 
         A window with a missing block is cut before the block. That may open a gap in the window of an earlier group.
         """
         for group in self.sliding_groups:
-            last_missing_index: int | None = node_count
+            last_missing_index: int | None = block_count
             while last_missing_index is not None:
-                node_count = last_missing_index
-                window = range(self.find_first_needed_block(group, node_count), node_count)
-                last_missing_index = next((i for i in reversed(window) if not nodes[i].has_block(group)), None)
-        return node_count
-
-
-def _has_cached_state(node: PrefixBlocks) -> bool:
-    return node.can_resume() or node.has_host_block(-1)
+                block_count = last_missing_index
+                window = range(self.find_first_needed_block(group, block_count), block_count)
+                last_missing_index = next((i for i in reversed(window) if not has_block(group, i)), None)
+        return block_count

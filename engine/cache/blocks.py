@@ -126,6 +126,15 @@ class Node:
         """Return whether device or host memory has a block of `kind` here, computed or pending."""
         return self.blocks[kind] is not None or self.has_host_block(kind)
 
+    def has_usable_block(self, kind: int) -> bool:
+        """Return whether the step being planned finds a block of `kind` here, in one of the memories.
+
+        A block that another step computes counts, too, but for a state only if that step has begun.
+        """
+        block = self.blocks[kind]
+        is_state_to_come = isinstance(block, StateBlock) and block.is_pending and not block.is_in_flight
+        return (block is not None and not is_state_to_come) or self.has_host_block(kind)
+
     def is_held(self, kind: int) -> bool:
         """Return whether a sequence holds the device's block of `kind`."""
         block = self.blocks[kind]

@@ -114,7 +114,7 @@ class KVCache:
 
     def count_cached_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of `seq` need not be computed if it is admitted now."""
-        return self.windows.count_resumable_nodes(self._match(seq)) * self.block_size
+        return self._count_resumable(self._match(seq)) * self.block_size
 
     def _match(self, seq: Sequence) -> list[Node]:
         """Return the nodes of the longest cached prefix of `seq`; blocks that planned steps compute count as cached.
@@ -124,6 +124,10 @@ class KVCache:
         nodes = self._matched_nodes.setdefault(seq, [])
         self.tree.extend_match(self.list_keys(seq), nodes)
         return nodes
+
+    def _count_resumable(self, nodes: list[Node]) -> int:
+        """Return after how many leading nodes of a cached prefix a sequence can resume."""
+        return self.windows.count_resumable_blocks(len(nodes), lambda kind, index: nodes[index].has_usable_block(kind))
 
     def list_keys(self, seq: Sequence) -> list[BlockKey]:
         """Return the keys of the blocks of `seq` that need not be computed if the cache has them.
@@ -144,7 +148,7 @@ class KVCache:
         matched_nodes = self._match(seq)
         keys = self.list_keys(seq)
         if self.has_states:
-            return self.states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
+            return self.states.has_planned_checkpoint(keys, self._count_resumable(matched_nodes))
         match_count = len(matched_nodes)
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
@@ -166,7 +170,7 @@ class KVCache:
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._match(seq)
-        nodes = matched_nodes[: self.windows.count_resumable_nodes(matched_nodes)]
+        nodes = matched_nodes[: self._count_resumable(matched_nodes)]
         sequence_block_count = ceil_div(len(seq.token_ids), self.block_size)
         block_counts = self.windows.count_missing_blocks(nodes, sequence_block_count + reserve_blocks)
         if not self.pool.can_allocate(block_counts):

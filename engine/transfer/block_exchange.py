@@ -102,7 +102,7 @@ class BlockExchange:
     def is_cached(self, keys: Sequence[BlockKey]) -> bool:
         """Return whether the cache has all blocks with these keys that a sequence needs to resume after them."""
         local_masks = self.locate([key.hash for key in keys])
-        return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(keys)
+        return count_resumable_blocks(local_masks, self._windows) == len(keys)
 
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
         """Copy the contents of the blocks that a peer wants, up to the first that is cached in neither memory."""

@@ -52,29 +52,17 @@ class Pull:
         return self.keys[index - 1].hash if index else None
 
 
-class _CachedKinds(NamedTuple):
-    """Whether a block of a prefix is cached, for each kind. Implements `PrefixBlocks`, as a tree node does."""
-
-    is_cached_by_kind: tuple[bool, ...]
-
-    def has_block(self, kind: int) -> bool:
-        return self.is_cached_by_kind[kind]
-
-    def has_host_block(self, kind: int) -> bool:
-        return self.is_cached_by_kind[kind]
-
-    def can_resume(self) -> bool:
-        return self.is_cached_by_kind[-1]
-
-
-def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: AttentionWindows) -> int:
+def count_resumable_blocks(masks: Sequence[int], windows: AttentionWindows) -> int:
     """Return after how many leading blocks of a prompt a sequence can resume.
 
     `masks[i]` has bit k set if the block of kind k is cached at index i.
     """
-    blocks = [_CachedKinds(tuple(bool(mask >> kind & 1) for kind in range(kind_count))) for mask in masks]
-    end = next((index for index, block in enumerate(blocks) if not block.has_block(FULL_KIND)), len(blocks))
-    return windows.count_resumable_nodes(blocks[:end])
+
+    def has_block(kind: int, index: int) -> bool:
+        return bool(masks[index] >> kind & 1)
+
+    end = next((index for index in range(len(masks)) if not has_block(FULL_KIND, index)), len(masks))
+    return windows.count_resumable_blocks(end, has_block)
 
 
 def choose_blocks_to_pull(
@@ -89,8 +77,8 @@ def choose_blocks_to_pull(
     length = max(len(local_masks), len(remote_masks))
     local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
     all_masks = [local_mask | remote_mask for local_mask, remote_mask in zip(local_masks, remote_masks)]
-    end = count_resumable_blocks(all_masks, kind_count, windows)
-    if end <= count_resumable_blocks(local_masks, kind_count, windows):
+    end = count_resumable_blocks(all_masks, windows)
+    if end <= count_resumable_blocks(local_masks, windows):
         return []
     items: list[PullItem] = []
     for kind in range(kind_count):

@@ -146,7 +146,7 @@ def test_what_is_chosen_is_enough_and_no_block_too_many(spec: Any, drawn: st.Dat
         moved = list(local)
         for index, kind in moved_items:
             moved[index] |= 1 << kind
-        return count_resumable_blocks(moved, kind_count, windows)
+        return count_resumable_blocks(moved, windows)
 
     everything = [
         PullItem(i, kind) for i, mask in enumerate(remote_masks) for kind in range(kind_count) if mask >> kind & 1

@@ -153,12 +153,14 @@ def window_left_a_block_early(patch: Patch) -> None:
 
 
 def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(AttentionWindows, "cut_to_cached_windows", lambda self, nodes, count: count)
+    patch.setattr(AttentionWindows, "cut_to_cached_windows", lambda self, count, has_block: count)
 
 
 def state_not_needed_for_a_hit(patch: Patch) -> None:
     patch.setattr(
-        AttentionWindows, "count_resumable_nodes", lambda self, nodes: self.cut_to_cached_windows(nodes, len(nodes))
+        AttentionWindows,
+        "count_resumable_blocks",
+        lambda self, count, has_block: self.cut_to_cached_windows(count, has_block),
     )
 
 
