@@ -251,7 +251,7 @@ def workload(engine: Engine, sequences: int) -> dict[str, Any]:
     return {
         "sequences": sequences, "prompt_tokens": sum(map(len, prompts[:sequences])), "output_tokens": output_count,
         "seconds": seconds, "output_tokens_per_s": output_count / seconds, "steps": steps,
-        "share_in_runner": runner_s / seconds, "preemptions": core.stats().preemptions,
+        "share_in_runner": runner_s / seconds, "preemptions": core.stats().totals.preemptions,
     }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
@@ -17,8 +18,7 @@ from engine.step_draft import StepInFlight
 from engine.types import Sequence, SequenceOutput, StepResult
 
 
-@dataclass(slots=True)
-class SchedulerTotals:
+class SchedulerTotals(msgspec.Struct):
     """Totals of the scheduler's work since the engine started, for its metrics."""
 
     preemptions: int = 0
@@ -28,7 +28,6 @@ class SchedulerTotals:
     """Prompt tokens that were found in the prefix cache, so that they were not computed."""
     host_hit_tokens: int = 0
     """Tokens of `prefix_hit_tokens` that came from host memory."""
-    generated_tokens: int = 0
     finished_requests: int = 0
 
     def add_prompt(self, seq: Sequence) -> None:

@@ -12,12 +12,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from engine.active_requests import SchedulerTotals
+from engine.cache.host_tier import HostUsage
 from engine.cache.spec import CacheSpec
 from engine.grammars import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
@@ -147,28 +150,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_requests: int
     kv_cache_usage: float
     """Share of the cache's memory that running sequences hold, 0 .. 1; cached blocks do not count."""
-    token_limit: int
-    """Most tokens of one sequence, prompt and output together."""
-    prefix_cache_queries: int
-    """Prompt tokens that were looked up in the cache."""
-    prefix_cache_hits: int
-    """Prompt tokens that were found in the cache."""
-    host_cache_hits: int
-    """Prompt tokens of `prefix_cache_hits` that were found in host memory."""
-    host_cache_usage: float
-    """Used share of the cache's host memory, 0 .. 1; 0 without host memory."""
-    host_stored_bytes: int
-    """Bytes of evicted blocks that were copied to host memory."""
-    host_loaded_bytes: int
-    """Bytes of blocks that were copied back to the device."""
-    host_copy_s: float
-    """Seconds for which steps have waited for these copies."""
-    prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    finished_requests: int
-    step_count: int
+    totals: SchedulerTotals
     failed_steps: int
+    host_memory: HostUsage
+    host_copy_s: float
+    """Seconds for which steps have waited for copies to host memory and back."""
     transfers: TransferStats | None = None
     """Statistics of blocks that moved from and to peers; None if transfers are off."""
 
@@ -463,26 +449,14 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return the engine's statistics, which its metrics show."""
         cache = self.scheduler.cache
-        totals = self.scheduler.totals
-        host = cache.host_tier.measure_usage()
         return EngineStats(
             running_requests=self.scheduler.running_count,
             waiting_requests=self.scheduler.waiting_count + len(self._preparing_requests),
             kv_cache_usage=cache.used_share,
-            token_limit=self.scheduler.token_limit,
-            prefix_cache_queries=totals.prompt_tokens,
-            prefix_cache_hits=totals.prefix_hit_tokens,
-            host_cache_hits=totals.host_hit_tokens,
-            host_cache_usage=host.used_share,
-            host_stored_bytes=host.stored_bytes,
-            host_loaded_bytes=host.loaded_bytes,
-            host_copy_s=0.0 if self._model is None else self._model.get_copy_s(),
-            prompt_tokens=totals.prompt_tokens,
-            generated_tokens=totals.generated_tokens,
-            preemptions=totals.preemptions,
-            finished_requests=totals.finished_requests,
-            step_count=self._step_count,
+            totals=copy(self.scheduler.totals),
             failed_steps=self._failed_steps,
+            host_memory=cache.host_tier.measure_usage(),
+            host_copy_s=0.0 if self._model is None else self._model.get_copy_s(),
             transfers=self.transfers.stats,
         )
 

@@ -298,9 +298,7 @@ class Scheduler:
         assert plan is step.plan
         assert len(result.sampled_tokens) == len(plan.chunks)
         self.cache.commit(plan.chunks, [entry.seq for entry in step.entries if entry.has_ended])
-        outputs = self._requests.append_tokens(step, result)
-        self.totals.generated_tokens += len(outputs) - len(result.failure_by_chunk)
-        return outputs
+        return self._requests.append_tokens(step, result)
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
         """End the requests of the oldest step, which was not computed, with an error. None of its blocks is announced.

@@ -116,21 +116,22 @@ def _list_core_gauges(stats: EngineStats) -> list[Row]:
         make_total("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
         make_total("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
         make_total("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
-        make_total("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.", stats.host_cache_usage),
+        make_total("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.",
+                   stats.host_memory.used_share),
     ]
 
 
 def _list_core_counters(stats: EngineStats) -> list[Row]:
     return [
-        make_total("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
-        make_total("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
-        make_total("host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits),
-        make_total("host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes),
+        make_total("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.totals.prompt_tokens),
+        make_total("prefix_cache_hits", "Prompt tokens found in the cache.", stats.totals.prefix_hit_tokens),
+        make_total("host_cache_hits", "Prompt tokens found in host memory.", stats.totals.host_hit_tokens),
+        make_total("host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_memory.stored_bytes),
         make_total("host_cache_loaded_bytes", "Bytes of blocks copied back from host memory.",
-                   stats.host_loaded_bytes),
+                   stats.host_memory.loaded_bytes),
         make_total("host_cache_copy_seconds", "Seconds of copies to and from host memory for which steps waited.",
                    stats.host_copy_s),
-        make_total("num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
+        make_total("num_preemptions", "Sequences preempted to free memory.", stats.totals.preemptions),
     ]
 # fmt: on
 

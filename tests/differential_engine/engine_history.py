@@ -82,7 +82,7 @@ class EngineHistory:
         self._core = EngineCore(Scheduler(config, cache), self._device, self._publish, overlaps_steps=overlaps_steps)
         self._texts: list[list[int]] = [[]]
         self._token_ids_by_request: dict[str, list[int]] = {}
-        self._request_count = 0
+        self._request_count = self._generated_tokens = 0
         self._now = 0.0
         self.lines.append(f"{family}, {self._size}, blocks of {block_size}, {settings}, overlap {overlaps_steps}")
 
@@ -103,8 +103,7 @@ class EngineHistory:
         for _ in range(self._rng.randint(15, 50)):
             self._rng.choices([action for _, action in actions], shares)[0]()
         self._drain()
-        stats = {name: value for name, value in msgspec.to_builtins(self._core.stats()).items() if value is not None}
-        self.lines.append(f"stats {stats}")
+        self.lines.append(f"stats {_describe_stats(self._core, self._generated_tokens)}")
         return self.lines
 
     # ------------------------------------------------------------------ settings
@@ -220,6 +219,7 @@ class EngineHistory:
     def _step(self) -> None:
         for output in self._core.step(self._now):
             self.lines.append(f"output {_describe_output(output)}")
+            self._generated_tokens += len(output.token_ids)
             token_ids = self._token_ids_by_request.get(output.request_id)
             if token_ids is not None:
                 token_ids += output.token_ids
@@ -245,6 +245,31 @@ def _draw_spec(rng: random.Random, family: str, block_size: int) -> CacheSpec:
     if "hybrid" in family:
         state = StateSpec((9,), state_bytes=rng.randint(1, 6) * block_size * 256 + rng.randint(0, 200))
     return CacheSpec(block_size, tuple(groups), state)
+
+
+def _describe_stats(core: EngineCore, generated_tokens: int) -> dict[str, object]:
+    """Return the statistics under the names of the recorded histories."""
+    stats = core.stats()
+    totals, host_memory = stats.totals, stats.host_memory
+    return {
+        "running_requests": stats.running_requests,
+        "waiting_requests": stats.waiting_requests,
+        "kv_cache_usage": stats.kv_cache_usage,
+        "token_limit": core.scheduler.token_limit,
+        "prefix_cache_queries": totals.prompt_tokens,
+        "prefix_cache_hits": totals.prefix_hit_tokens,
+        "host_cache_hits": totals.host_hit_tokens,
+        "host_cache_usage": host_memory.used_share,
+        "host_stored_bytes": host_memory.stored_bytes,
+        "host_loaded_bytes": host_memory.loaded_bytes,
+        "host_copy_s": stats.host_copy_s,
+        "prompt_tokens": totals.prompt_tokens,
+        "generated_tokens": generated_tokens,
+        "preemptions": totals.preemptions,
+        "finished_requests": totals.finished_requests,
+        "step_count": core._step_count,
+        "failed_steps": stats.failed_steps,
+    }
 
 
 def _describe_plan(plan: StepPlan) -> str:

@@ -307,8 +307,8 @@ def test_preemption_recomputes_the_last_in_order_and_everybody_finishes() -> Non
     bench.drain()
     bench.assert_correct()
     stats = bench.core.stats()
-    assert stats.preemptions > 0
-    assert stats.finished_requests == 4
+    assert stats.totals.preemptions > 0
+    assert stats.totals.finished_requests == 4
     assert next(iter(bench.ends)) == "r0"
 
 

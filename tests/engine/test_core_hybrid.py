@@ -127,7 +127,7 @@ def test_everything_at_once_under_pressure() -> None:
         bench.drain()
     bench.assert_correct()
     assert len(bench.ends) == 24
-    assert bench.core.stats().prefix_cache_hits > 0
+    assert bench.core.stats().totals.prefix_hit_tokens > 0
 
 
 def test_nobody_waits_for_a_checkpoint_that_a_reset_has_taken_back() -> None:

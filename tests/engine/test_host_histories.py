@@ -143,11 +143,11 @@ def test_a_prefix_on_the_host_is_loaded_by_the_step_that_admits_its_request() ->
     for name in "ab":
         bench.add(name, [3, ord(name) % 5], max_tokens=60)
     bench.step()
-    loaded_bytes = bench.core.stats().host_loaded_bytes
+    loaded_bytes = bench.core.stats().host_memory.loaded_bytes
     bench.add("early", [*text, 0], max_tokens=1)
     bench.add("late", [*text, 4], max_tokens=1)
     bench.step()
-    assert bench.core.stats().host_loaded_bytes - loaded_bytes == 16 * spec.block_bytes(0)
+    assert bench.core.stats().host_memory.loaded_bytes - loaded_bytes == 16 * spec.block_bytes(0)
     assert bench.firsts["early"].cached_tokens == bench.firsts["late"].cached_tokens == 64
     bench.drain()
     bench.assert_correct()

@@ -74,13 +74,15 @@ def test_tokens_are_those_of_an_engine_without_a_cache(family: str, adaptive: bo
     answers, core = conversations(family, 400, adaptive_eviction=adaptive)
     assert answers == without == plain
     stats = core.stats()
-    assert stats.prefix_cache_hits > small.stats().prefix_cache_hits
-    assert 0 < stats.host_cache_hits <= stats.prefix_cache_hits
-    assert stats.host_stored_bytes > 0
-    assert stats.host_loaded_bytes > 0
-    assert 0 < stats.host_cache_usage <= 1
+    assert stats.totals.prefix_hit_tokens > small.stats().totals.prefix_hit_tokens
+    assert 0 < stats.totals.host_hit_tokens <= stats.totals.prefix_hit_tokens
+    assert stats.host_memory.stored_bytes > 0
+    assert stats.host_memory.loaded_bytes > 0
+    assert 0 < stats.host_memory.used_share <= 1
     returned_tokens = sum(90 + turn * 20 for turn in range(4)) * 6  # of whole blocks, but for the last token said
-    assert stats.prefix_cache_hits > 0.9 * returned_tokens, "not everything came back although there was room for all"
+    assert stats.totals.prefix_hit_tokens > 0.9 * returned_tokens, (
+        "not everything came back although there was room for all"
+    )
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -294,7 +294,7 @@ def test_constrained_answers_parse_beside_free_ones(overlap: bool) -> None:
 
 def test_preempted_answers_parse() -> None:
     tokens, errors, llm = answers(requests(), num_gpu_blocks_override=20)
-    assert llm._core.stats().preemptions > 0
+    assert llm._core.stats().totals.preemptions > 0
     assert set(errors.values()) == {None}
     assert_valid(tokens)
 

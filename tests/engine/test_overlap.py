@@ -109,9 +109,9 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
     on, core = answers(family, True, token_count)
     assert on == off
     assert {answer[2] for answer in on.values()} == {FinishReason.STOP, FinishReason.LENGTH}
-    assert core.stats().finished_requests == 14
+    assert core.stats().totals.finished_requests == 14
     if family != "qwen3_5":  # there it is states that fill the cache
-        assert (core.stats().preemptions > 0) == (token_count == 100)
+        assert (core.stats().totals.preemptions > 0) == (token_count == 100)
 
 
 @pytest.mark.long
@@ -238,7 +238,7 @@ def test_a_stop_costs_one_step_in_vain() -> None:
     bench.drain()
     assert [len(plan) for plan in bench.device.plans] == [1, 1]
     assert bench.outputs["a"][-1] in request.params.stop_token_ids
-    assert bench.core.stats().finished_requests == 1
+    assert bench.core.stats().totals.finished_requests == 1
 
 
 def test_nobody_is_preempted_while_a_step_is_out() -> None:
@@ -255,7 +255,7 @@ def test_nobody_is_preempted_while_a_step_is_out() -> None:
     requests.preempt = record_preemption  # type: ignore[method-assign]
     bench.drain()
     bench.assert_correct()
-    assert bench.core.stats().preemptions > 0
+    assert bench.core.stats().totals.preemptions > 0
 
 
 def test_a_failing_step_takes_nobody_else_with_it() -> None:
@@ -270,7 +270,12 @@ def test_a_failing_step_takes_nobody_else_with_it() -> None:
     (failed_output,) = bench.step()
     assert (failed_output.request_id, failed_output.finish_reason) == ("a", FinishReason.ERROR)
     stats = bench.core.stats()
-    assert (stats.running_requests, stats.waiting_requests, stats.preemptions, stats.prompt_tokens) == (0, 1, 1, 21)
+    assert (stats.running_requests, stats.waiting_requests, stats.totals.preemptions, stats.totals.prompt_tokens) == (
+        0,
+        1,
+        1,
+        21,
+    )
     bench.drain()
     bench.assert_correct()
     assert bench.firsts["b"].cached_tokens == 8

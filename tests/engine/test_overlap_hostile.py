@@ -152,7 +152,7 @@ def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
     engine.close()
     grammars.close()
     assert (out > 0) == overlap
-    assert engine.core.stats().preemptions > 0
+    assert engine.core.stats().totals.preemptions > 0
     for request in requests:
         name, answer = request.request_id, engine.answers.get(request.request_id, [])
         is_complete = engine.ends[name] in (FinishReason.STOP, FinishReason.LENGTH)

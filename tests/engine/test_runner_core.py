@@ -74,7 +74,7 @@ def test_conversations_in_a_small_cache(family, block_size, host_units):
             assert out.finish_reason in (None, FinishReason.LENGTH), out.error
             outputs.setdefault(out.request_id, []).extend(out.token_ids)
         core.check_invariants()
-    hits, preemptions = core.stats().prefix_cache_hits, core.stats().preemptions
+    hits, preemptions = core.stats().totals.prefix_hit_tokens, core.stats().totals.preemptions
     print(f"{hits} prompt tokens from the cache, {preemptions} preemptions")
     assert hits > 0
     for name, prompt in prompts.items():

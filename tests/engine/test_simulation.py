@@ -88,7 +88,7 @@ def test_what_comes_back_from_host_memory_takes_time() -> None:
                 core.step(clock.now_s)
             took.append(clock.now_s - start_s)
     assert took[:2] == pytest.approx([64 * 16 * 1e-3] * 2)
-    loaded_blocks = core.stats().host_cache_hits / 2
+    loaded_blocks = core.stats().totals.host_hit_tokens / 2
     assert loaded_blocks > 50 * 16
     assert took[2:] == pytest.approx([16 * 1e-3 + loaded_blocks * 1e-5] * 2, rel=0.05)
 

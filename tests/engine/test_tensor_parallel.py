@@ -142,7 +142,7 @@ def answers(core: EngineCore, rounds: list[list[Request]]) -> dict[str, list[Tok
                 assert out.error is None, out.error
                 outputs.setdefault(out.request_id, []).extend(out.logprobs or [])
             core.check_invariants()
-    assert core.stats().prefix_cache_hits > 0
+    assert core.stats().totals.prefix_hit_tokens > 0
     assert [len(tokens) for tokens in outputs.values()] == [12] * 6
     return outputs
 

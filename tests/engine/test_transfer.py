@@ -115,7 +115,7 @@ def test_blocks_come_from_and_meet_host_memory(family: str) -> None:
         for index, filler in enumerate(fillers):
             source.answer(f"filler {index}", filler)
             consumer.answer(f"filler {index}", filler)
-        assert source.core.stats().host_stored_bytes > 0
+        assert source.core.stats().host_memory.stored_bytes > 0
         source.serve()
         assert consumer.answer("a", text, source.source) == plain_answer(family, "whole", text)
         source.pause()

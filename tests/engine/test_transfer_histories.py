@@ -277,7 +277,7 @@ def test_after_a_failed_copy_what_runs_is_computed_again() -> None:
 
     peer.between_steps(fail)
     stats = peer.bench.core.stats()
-    assert (stats.preemptions, stats.failed_steps) == (1, 1)
+    assert (stats.totals.preemptions, stats.failed_steps) == (1, 1)
     assert any(isinstance(event, AllBlocksCleared) for event in peer.bench.events.events)
     peer.bench.drain()
     peer.bench.assert_correct()
