@@ -37,6 +37,7 @@ from engine.transfer.settings import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, CONNECT_
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource
+from options.bounded_dict import BoundedDict
 
 log = logging.getLogger("engine.transfer")
 
@@ -96,7 +97,7 @@ class Puller:
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
         self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
         """Lock by source and hash of a prompt's first block. A lock is dropped when no pull refers to it."""
-        self._pause_end_s_by_source: dict[Address, float] = {}
+        self._pause_end_s_by_source: BoundedDict[Address, float] = BoundedDict(FAILED_SOURCES_MAX)
         """Time until which a source is not asked, because its last pull has failed."""
 
     async def pull(self, pull: Pull) -> None:
@@ -155,9 +156,6 @@ class Puller:
         has_failed_again = last_pause_end_s is not None and start_s >= last_pause_end_s
         if has_failed_again:
             pause_s = max(pause_s, RETRY_AFTER_FAILURES * (now_s - start_s))
-        if len(pause_ends_s) >= FAILED_SOURCES_MAX:
-            oldest_source = next(iter(pause_ends_s))
-            del pause_ends_s[oldest_source]
         pause_ends_s[source.address] = max(now_s + pause_s, last_pause_end_s or 0.0)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
