@@ -61,13 +61,6 @@ class BlockCopy(NamedTuple):
     direction: CopyDirection = CopyDirection.WITHIN_DEVICE
 
 
-class UnitCopy(NamedTuple):
-    """A copy of the recurrent state in one unit to another unit: of a sequence's state to or from a checkpoint."""
-
-    source: UnitId
-    target: UnitId
-
-
 class BlockPlace(NamedTuple):
     """Memory that holds the content of a block: on the device, or of the host."""
 
@@ -294,14 +287,13 @@ class StepPlan:
     """Work of the runner in one step. A chunk that computes a block comes before the chunks that share it."""
 
     chunks: list[Chunk]
-    state_restores: list[UnitCopy] = field(default_factory=list)
-    """Copies of checkpoints to the states of sequences, before the forward pass."""
     state_resets: list[UnitId] = field(default_factory=list)
     """State units to zero before the forward pass, of sequences that start without a checkpoint."""
-    state_checkpoints: list[UnitCopy] = field(default_factory=list)
+    state_checkpoints: list[BlockCopy] = field(default_factory=list)
     """Copies of the states of sequences to checkpoints, after the forward pass."""
     block_copies: list[BlockCopy] = field(default_factory=list)
-    """Copies of compactions, and to and from host memory, done in this order before everything else."""
+    """Copies done in this order before everything else: of compactions, to and from host memory, and of checkpoints to
+    the states of sequences."""
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import ceil_div
-from engine.types import BlockKey, Chunk, Sequence, StepPlan, UnitCopy
+from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end at a block boundary, so that a checkpoint can be taken there."""
@@ -89,7 +89,7 @@ class StateCheckpoints:
         self._host_tier = host_tier
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
-        self._planned_copies: list[UnitCopy] = []
+        self._planned_copies: list[BlockCopy] = []
         """Copies of states to checkpoints that the step being planned makes."""
 
     def create_state(self, seq: Sequence, node: Node | None, *, has_room_for_copy: bool) -> list[HostLoad]:
@@ -198,7 +198,7 @@ class StateCheckpoints:
                 self._tree.attach(node, block)
             state = self._state_by_sequence[seq]
             state.pending_checkpoint_by_end[end] = block
-            self._planned_copies.append(_copy_state(state.block, block))
+            self._planned_copies.append(BlockCopy(self._kind, state.block.id, block.id))
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Give `node` the checkpoint that the step being committed took at `end`, unless it has one."""
@@ -233,7 +233,7 @@ class StateCheckpoints:
         if state.source_checkpoint is None:
             plan.state_resets.append(state.block.unit.index)
         else:
-            plan.state_restores.append(_copy_state(state.source_checkpoint, state.block))
+            plan.block_copies.append(BlockCopy(self._kind, state.source_checkpoint.id, state.block.id))
 
     def commit(self, chunks: Items[Chunk]) -> None:
         """Record that a step with these chunks is computed."""
@@ -343,10 +343,6 @@ class StateCheckpoints:
             for state in self._state_by_sequence.values()
         ]
         return [block for blocks in blocks_by_state for block in blocks if block is not None]
-
-
-def _copy_state(source: StateBlock, target: StateBlock) -> UnitCopy:
-    return UnitCopy(source.unit.index, target.unit.index)
 
 
 def _is_decode(seq: Sequence, start: int, end: int) -> bool:

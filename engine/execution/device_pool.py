@@ -13,7 +13,7 @@ from engine.cache.spec import CacheSpec, ceil_div
 from engine.execution.block_copier import BlockCopier
 from engine.models.layers import LayerState
 from engine.models.state import StateLayout
-from engine.types import StepPlan, UnitId
+from engine.types import StepPlan
 from kernels import PagedKV
 
 
@@ -82,18 +82,10 @@ class DevicePool:
 
     def prepare_step(self, plan: StepPlan) -> None:
         """Perform the plan's copies of blocks and states that come before its forward pass."""
-        if plan.block_copies:
-            self.block_copier.execute(plan.block_copies)
+        self.block_copier.execute(plan.block_copies)
         for unit in plan.state_resets:
             self.buffer.view(self._unit_count, -1)[unit].zero_()
-        for source, target in plan.state_restores:
-            self._copy_unit(source, target)
 
     def finish_step(self, plan: StepPlan) -> None:
         """Copy states to the plan's checkpoints, after its forward pass."""
-        for source, target in plan.state_checkpoints:
-            self._copy_unit(source, target)
-
-    def _copy_unit(self, source: UnitId, target: UnitId) -> None:
-        units = self.buffer.view(self._unit_count, -1)
-        units[target].copy_(units[source])
+        self.block_copier.execute(plan.state_checkpoints)

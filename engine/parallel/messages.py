@@ -20,7 +20,6 @@ from engine.types import (
     SamplingParams,
     Sequence,
     StepPlan,
-    UnitCopy,
     UnitId,
 )
 
@@ -102,9 +101,8 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     """A step's plan."""
 
     chunks: list[ChunkMessage]
-    state_restores: list[UnitCopy]
     state_resets: list[UnitId]
-    state_checkpoints: list[UnitCopy]
+    state_checkpoints: list[BlockCopy]
     block_copies: list[BlockCopy]
 
 
@@ -141,9 +139,7 @@ class PlanEncoder:
             chunk_messages.append(_encode_chunk(chunk, self._last_sent.get(seq)))
             sent[seq] = _SentChunk(index, seq.table_version, [len(table) for table in seq.block_tables])
         self._last_sent = sent
-        return PlanMessage(
-            chunk_messages, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies
-        )
+        return PlanMessage(chunk_messages, plan.state_resets, plan.state_checkpoints, plan.block_copies)
 
 
 def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
@@ -181,9 +177,7 @@ class PlanDecoder:
         """Return the plan of a message."""
         chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
         self._last_sequences = [chunk.seq for chunk in chunks]
-        return StepPlan(
-            chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_copies
-        )
+        return StepPlan(chunks, message.state_resets, message.state_checkpoints, message.block_copies)
 
     def _decode_chunk(self, message: ChunkMessage) -> Chunk:
         """Return a chunk, the tokens of a sequence that a step computes, and update the sequence by the message.

@@ -20,7 +20,16 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.core import EngineCore
 from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig
-from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
+from engine.types import (
+    Chunk,
+    CopyDirection,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from events import Event
 
 DRAIN_STEPS_MAX = 20_000
@@ -41,7 +50,7 @@ class UnreliableDevice(FakeDevice):
         self.fails_when_sent = False
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        self._lines.append(_describe_plan(plan))
+        self._lines.append(_describe_plan(plan, len(self.windows)))
         if self.fails_when_sent:
             self.fails_when_sent = False
             raise MemoryError("no memory to send a step")
@@ -272,13 +281,17 @@ def _describe_stats(core: EngineCore, generated_tokens: int) -> dict[str, object
     }
 
 
-def _describe_plan(plan: StepPlan) -> str:
+def _describe_plan(plan: StepPlan, state_kind: int) -> str:
+    """Return the line of a plan, in which restored states count apart from other copies."""
     chunks = [
         (chunk.seq.request.request_id, chunk.start, chunk.end, chunk.should_sample, chunk.token_on_device)
         for chunk in plan.chunks
     ]
+    restored_states = (state_kind, CopyDirection.WITHIN_DEVICE.name)  # no compaction moves a state
     copies = [(block_copy.kind, block_copy.direction.name) for block_copy in plan.block_copies]
-    states = len(plan.state_restores), len(plan.state_resets), len(plan.state_checkpoints)
+    restore_count = copies.count(restored_states)
+    copies = [block_copy for block_copy in copies if block_copy != restored_states]
+    states = restore_count, len(plan.state_resets), len(plan.state_checkpoints)
     return f"plan {chunks} copies {copies} states {states}"
 
 

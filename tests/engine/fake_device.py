@@ -160,9 +160,6 @@ class FakeDevice:
         for block_copy in plan.block_copies:
             self._count_act()
             self.copy_blocks([block_copy])
-        for source, destination in plan.state_restores:
-            self._count_act()
-            self.states[destination] = self.states[source]
         for unit in plan.state_resets:
             self.states[unit] = None
         known_ids = []
@@ -195,9 +192,9 @@ class FakeDevice:
                 self._last[request.request_id] = token
             result.sampled_tokens.append(token)
             self._logprobs(result, index, request, chunk.start, chunk.end, chunk.should_sample)
-        for source, destination in plan.state_checkpoints:
+        for block_copy in plan.state_checkpoints:
             self._count_act()
-            self.states[destination] = self.states[source]
+            self.copy_blocks([block_copy])
         return result
 
     def copy_blocks(self, block_copies: Tokens[BlockCopy]) -> None:

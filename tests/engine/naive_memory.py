@@ -71,8 +71,6 @@ class NaiveCache:
         for kind, source, destination, way in plan.block_copies:
             read_memory, write_memory = memories[way]
             write_memory.write(kind, destination, read_memory.read(kind, source))
-        for source, destination in plan.state_restores:
-            self.memory.write(state, destination, self.memory.read(state, source))
         for unit in plan.state_resets:
             self.memory.write(state, unit, ())
         size = self.spec.block_size
@@ -93,7 +91,8 @@ class NaiveCache:
                 self.memory.write(state, chunk.seq.state_unit, tuple(tokens[: chunk.end]))
         for chunk in plan.chunks:
             self.check_readable(chunk.seq, chunk.start, chunk.end)
-        for source, destination in plan.state_checkpoints:
+        for kind, source, destination, _ in plan.state_checkpoints:
+            assert kind == state
             self.memory.write(state, destination, self.memory.read(state, source))
 
     def check_readable(self, seq: Sequence, start: int, end: int) -> None:

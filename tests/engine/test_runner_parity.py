@@ -171,18 +171,19 @@ def test_prefix_hit(driver, oracle, rng):
     prefix = prompt(rng, 48)
     first = d.sequence(prefix + prompt(rng, 5))
     second = d.sequence(prefix + prompt(rng, 9))
+    state_kind = len(d.spec.groups)
     if d.spec.state is None:
         d.run(first, 3)
     else:
         checkpoint_unit = d.free_units.pop()
-        d.step((first, 48), state_checkpoints=[(first.state_unit, checkpoint_unit)])
+        d.step((first, 48), state_checkpoints=[BlockCopy(state_kind, first.state_unit, checkpoint_unit)])
         d.run(first, 3)
     for table, source in zip(second.block_tables, first.block_tables, strict=True):
         table.extend(source[:3])
     second.computed_tokens = 48
     if d.spec.state is not None:
         d.grow(second, 50)
-        d.step((second, 50), state_restores=[(checkpoint_unit, second.state_unit)])
+        d.step((second, 50), block_copies=[BlockCopy(state_kind, checkpoint_unit, second.state_unit)])
         early = d.logits_of(second)
         oracle.check(second, torch.cat((early, d.run(second, 6))), first=48)
     else:

@@ -298,10 +298,10 @@ def test_plans_survive_their_messages() -> None:
         rng.shuffle(chunks)
         plan = StepPlan(
             chunks,
-            state_restores=[(UnitId(1), UnitId(2))],
             state_resets=[UnitId(4)],
-            state_checkpoints=[(UnitId(3), UnitId(6))],
+            state_checkpoints=[BlockCopy(2, BlockId(3), BlockId(6))],
             block_copies=[
+                BlockCopy(2, BlockId(1), BlockId(2)),
                 BlockCopy(1, BlockId(8), BlockId(9)),
                 BlockCopy(0, BlockId(2), BlockId(3), CopyDirection.TO_HOST),
             ],
@@ -324,7 +324,7 @@ def test_plans_survive_their_messages() -> None:
             has_prompt_logprobs = decoded_chunk.seq.request.params.prompt_logprobs is not None
             assert has_prompt_logprobs == (chunk.seq.request.params.prompt_logprobs is not None)
             assert not has_prompt_logprobs or decoded_chunk.seq.prompt_len == chunk.seq.prompt_len
-        for name in ("state_restores", "state_resets", "state_checkpoints", "block_copies"):
+        for name in ("state_resets", "state_checkpoints", "block_copies"):
             assert getattr(decoded_plan, name) == getattr(plan, name)
 
 
