@@ -72,13 +72,10 @@ class LruOrder:
             del self._cached_blocks[block.kind][block]
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """Record that this order's memory no longer has a block of `kind` at `node`. The order by age ignores this."""
+        """Record that a block of `kind` at `node` was evicted, from tree and pool. The order by age ignores this."""
 
     def mark_child_added(self, node: Node) -> None:
         """Record that `node` got a child in the tree. Called for the order of host memory only, and ignored by age."""
-
-    def mark_node_removed(self, node: Node) -> None:
-        """Record that `node` left the tree. Called for the order of host memory only, and ignored by age."""
 
     def clear(self) -> None:
         """Record that the tree is empty. `mark_freed` is still called for each block."""

@@ -181,8 +181,8 @@ class HostTier:
         assert node is not None
         self._tree.detach_host(host_block)
         self.free_unpinned([host_block])
-        self._order.mark_evicted(node, kind)
         self._tree.remove_if_empty(node)
+        self._order.mark_evicted(node, kind)
 
     def free_unpinned(self, host_blocks: Sequence[Block]) -> None:
         """Free blocks that have left the tree, but for those that steps read until they are unpinned."""

@@ -6,7 +6,6 @@ holds are evicted in the order of their age.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
 from engine.cache.block_hasher import compute_keys
@@ -18,34 +17,30 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
 
 
-class _LearnedOrder(LruOrder):
-    """Base of the learned eviction orders of device and host memory.
+class LearnedOrder(LruOrder):
+    """Chooses the cached block that is evicted next from one memory, the device's or the host's.
 
-    All blocks are also in the order by age, which decides when the learned queue of the memory is empty.
+    The choice is the last block of the cached prefix that a conversation is least likely to use again. Prefixes are
+    paths in a tree of blocks. The learned queue holds their leaves, and recurrent states that may be evicted before the
+    attention blocks of their nodes. All blocks are also in the order by age, which decides when the queue is empty.
     """
 
-    def __init__(self, spec: CacheSpec, eviction: LearnedEviction, queue: EvictionQueue) -> None:
+    def __init__(self, spec: CacheSpec, eviction: LearnedEviction, queue: EvictionQueue, *, is_host: bool) -> None:
         """Start without cached blocks. `eviction`: both orders together. `queue`: the learned queue of this memory."""
         super().__init__(spec.blocks_per_unit_by_kind(), spec.state_kind)
         self._eviction = eviction
         self._queue = queue
+        self._is_host = is_host
 
-    @abstractmethod
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
-
-    @abstractmethod
-    def _count_children(self, node: Node) -> int:
-        """Return the number of children with blocks that must be evicted from this memory before the node's."""
+        return node.host_blocks if self._is_host else node.blocks
 
     def _is_leaf(self, node: Node) -> bool:
         """Return whether a path of cached blocks in this memory ends at a node."""
         block = self._get_blocks(node)[FULL_KIND]
-        return block is not None and block.is_cached and not self._count_children(node)
-
-    @abstractmethod
-    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
-        """Return whether a state at `node` may be evicted before the attention blocks there."""
+        child_count = len(node.children) if self._is_host else node.cached_child_count
+        return block is not None and block.is_cached and not child_count
 
     def mark_cached(self, block: Block) -> None:
         """Record that no sequence holds a block any more: the end of a path, or a state, may be evicted now."""
@@ -53,7 +48,8 @@ class _LearnedOrder(LruOrder):
         node = block.node
         assert node is not None
         if isinstance(block, StateBlock):
-            if self._is_evicted_alone(block, node):
+            is_without_attention = self._is_host and node.blocks[FULL_KIND] is not None  # which is on the device
+            if block.is_superseded or is_without_attention:
                 blocks_per_state = self._unit_value
                 self._queue.add_superseded_state(node, block.value / blocks_per_state)
         elif self._is_leaf(node):  # a path that leaves the device belongs to the same turn in host memory
@@ -66,6 +62,22 @@ class _LearnedOrder(LruOrder):
             self._eviction.requeue_state(block.node)
         else:
             self._queue.remove(block.node)
+
+    def mark_evicted(self, node: Node, kind: int) -> None:
+        """Update the queue after an eviction from `node`. If its parent is a leaf now, the parent is queued instead."""
+        parent = node.parent
+        if kind != FULL_KIND:
+            self._eviction.requeue_state(node)
+        elif parent is None or not self._is_leaf(parent):
+            self._queue.remove(node)
+        elif self._queue.find_turn(node) is not None:
+            self._queue.shorten_path(node, parent)
+        else:  # a step read the block, so the block was in no queue
+            self._queue.add(parent, self._eviction.last_turn)
+
+    def mark_child_added(self, node: Node) -> None:
+        """Record that `node` got a child, so it is not a leaf."""
+        self._queue.remove(node)
 
     def clear(self) -> None:
         self._queue.clear()
@@ -87,78 +99,6 @@ class _LearnedOrder(LruOrder):
         self._queue.check_states({block.node for block in state_blocks if block and block.is_cached and block.node})
 
 
-class LearnedDeviceOrder(_LearnedOrder):
-    """Chooses the cached block that is evicted from the device next.
-
-    The choice is the last block of the cached prefix that a conversation is least likely to use again. Prefixes are
-    paths in a tree of blocks. The learned queue holds their leaves, and recurrent states that a later state of the
-    same conversation replaces. If the queue is empty, the least recently used block is evicted.
-    """
-
-    def _get_blocks(self, node: Node) -> Sequence[Block | None]:
-        return node.blocks
-
-    def _count_children(self, node: Node) -> int:
-        return node.cached_child_count
-
-    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
-        return state.is_superseded
-
-    def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after an eviction from `node`. If its parent is a leaf now, the parent is queued instead."""
-        if kind != FULL_KIND:
-            self._eviction.requeue_state(node)
-            return
-        parent = node.parent
-        if parent is not None and self._is_leaf(parent):
-            self._queue.shorten_path(node, parent)
-        else:
-            self._queue.remove(node)
-
-
-class LearnedHostOrder(_LearnedOrder):
-    """Chooses the block that is evicted from host memory next.
-
-    The choice is the last block of the cached prefix that a conversation is least likely to use again. A prefix is a
-    path in a tree of blocks, so its last block is at a leaf. The learned queue holds the leaves with a block in host
-    memory, and recurrent states that may be evicted before the attention block of their node. If the queue is empty,
-    the least recently used block is evicted.
-    """
-
-    def _get_blocks(self, node: Node) -> Sequence[Block | None]:
-        return node.host_blocks
-
-    def _count_children(self, node: Node) -> int:
-        return len(node.children)
-
-    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
-        """Return whether a later state of the conversation replaces this one, or the device has the attention block."""
-        return state.is_superseded or node.blocks[FULL_KIND] is not None
-
-    def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after the block of a `kind`, such as full attention, was evicted from a node."""
-        if kind != FULL_KIND:
-            self._eviction.requeue_state(node)
-            return
-        is_on_device = any(node.blocks)
-        if is_on_device:  # else the tree removes the node, and calls `mark_node_removed`
-            self._queue.remove(node)
-
-    def mark_child_added(self, node: Node) -> None:
-        """Record that `node` got a child, so it is not a leaf."""
-        self._queue.remove(node)
-
-    def mark_node_removed(self, node: Node) -> None:
-        """Record that `node` was removed from the tree: its parent is queued instead, if the parent is a leaf now."""
-        parent = node.parent
-        if parent is None or not self._is_leaf(parent):
-            self._queue.remove(node)
-        elif self._queue.find_turn(node) is not None:
-            self._queue.shorten_path(node, parent)
-        else:
-            self._queue.add(parent, self._eviction.last_turn)
-
-
 class LearnedEviction(LruEviction):
     """Evicts the cached prefixes that are least likely to be used again, learned from when conversations continue.
 
@@ -176,8 +116,8 @@ class LearnedEviction(LruEviction):
         self.reuse_stats = ReuseStats(unit_count * blocks_per_unit, spec.block_size)
         self.device_queue = EvictionQueue(self.reuse_stats, blocks_per_state)
         self.host_queue = EvictionQueue(self.reuse_stats, blocks_per_state)
-        self.device_order = LearnedDeviceOrder(spec, self, self.device_queue)
-        self.host_order = LearnedHostOrder(spec, self, self.host_queue)
+        self.device_order = LearnedOrder(spec, self, self.device_queue, is_host=False)
+        self.host_order = LearnedOrder(spec, self, self.host_queue, is_host=True)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
         self.last_turn = ConversationTurn(0, 0, 0)
         """The turn that ended last: blocks that become cached next belong to its path."""

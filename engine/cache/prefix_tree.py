@@ -205,7 +205,6 @@ class PrefixTree:
         del self._node_by_hash[node.hash]
         if node.parent is not None:
             del node.parent.children[node.hash]
-        self._host_order.mark_node_removed(node)
 
     def check_invariants(self) -> None:
         """Assert that the prefix tree's nodes, their blocks and the eviction orders agree.
