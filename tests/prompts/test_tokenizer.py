@@ -160,7 +160,7 @@ def test_lookups_and_decoding(checkpoint):
     assert tokenizer.id_to_token(10**6) is None
     assert tokenizer.token_to_id("<think>") == tokenizer.vocab_size - 3
     assert tokenizer.token_to_id("<think>") not in tokenizer.special_ids
-    assert tokenizer.eos_token_id in tokenizer.special_ids
+    assert tokenizer.token_to_id("<|im_end|>") in tokenizer.special_ids
     assert tokenizer.decode(tokenizer.encode("a🙂")[:-1]).endswith("\ufffd")
     assert tokenizer.decode([10**6]) == ""
 
