@@ -66,7 +66,7 @@ void Holder::store_copies(const Batch& batch, const Stored& event, Report& repor
         stored_names.push_back(names[i]);
     }
     report.stored += stored_names.size();
-    wake(stored_names.data(), stored_names.size());
+    wake(stored_names.data(), stored_names.size(), report);
 }
 
 // Return the length of a copied block: that of the copy on the group's fastest tier, else the event's, else that of the group's

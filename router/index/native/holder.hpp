@@ -285,7 +285,6 @@ private:
     void clear_tier(u32 tier, Report& report);
     void apply_events(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
     void resolve_positions(const Batch& batch, std::size_t begin, std::size_t end);
-    void resolve_waiting_runs(const Batch& batch, const std::vector<std::size_t>& open);
     bool resolve_run(const Batch& batch, std::size_t run);
     void keep_positions(const Batch& batch, const Stored& event);
     std::optional<NamePosition> position_of(u64 name) const;
@@ -305,7 +304,7 @@ private:
     std::optional<u32> find_group(const std::vector<u32>& candidates, const u64* names, std::size_t count) const;
     void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
     void resolve_last_block(const Batch& batch, const Stored& event, u64 name);
-    void wake(const u64* names, std::size_t count);
+    void wake(const u64* names, std::size_t count, Report& report);
     void park(ParkedRun run);
     std::vector<u64> attach(const ParkedRun& run);
 

@@ -1,5 +1,5 @@
-// Application of events to a holder: the positions of all names of a batch are resolved first, then the events take effect in
-// their order.
+// Application of events to a holder: the positions of all names of a batch are resolved first, as an event may have names whose
+// tokens only a later event has. Then the events take effect in their order. A run whose parent is unknown even then is parked.
 #include <algorithm>
 #include <map>
 
@@ -98,7 +98,6 @@ void Holder::apply_events(const Batch& batch, std::size_t begin, std::size_t end
 void Holder::resolve_positions(const Batch& batch, std::size_t begin, std::size_t end) {
     std::size_t runs = 0;
     bool has_no_tokens = false;
-    std::vector<std::size_t> open;
     for (std::size_t i = begin; i < end; ++i) {
         if (batch.events[i].kind != Event::Kind::Stored) continue;
         const Stored& event = batch.stored[batch.events[i].index];
@@ -114,32 +113,7 @@ void Holder::resolve_positions(const Batch& batch, std::size_t begin, std::size_
     }
     for (std::size_t i = begin; i < end; ++i) {
         const std::size_t run = batch.events[i].index;
-        if (batch.events[i].kind != Event::Kind::Stored || !batch.stored[run].has_all_tokens()) continue;
-        if (!resolve_run(batch, run)) open.push_back(run);
-    }
-    if (!open.empty()) resolve_waiting_runs(batch, open);
-}
-
-// Resolve runs whose start is the end of a later run of the batch. A run is tried only when a name that it waits for becomes
-// known, so that a chain in reverse order costs no more than one in order.
-void Holder::resolve_waiting_runs(const Batch& batch, const std::vector<std::size_t>& open) {
-    std::multimap<u64, std::size_t> waiting;  // name (its parent's, or its own first) -> run
-    for (std::size_t run : open) {
-        const Stored& event = batch.stored[run];
-        waiting.emplace(event.parent, run);
-        waiting.emplace(batch.names[event.names.begin], run);
-    }
-    std::vector<std::size_t> ready = open;
-    for (std::size_t next = 0; next < ready.size(); ++next) {
-        const std::size_t run = ready[next];
-        count_extra(1);
-        if (resolved_[run] || !resolve_run(batch, run)) continue;
-        const Slice names = batch.stored[run].names;
-        for (std::size_t i = 0; i < names.count; ++i) {
-            const auto [from, to] = waiting.equal_range(batch.names[names.begin + i]);
-            for (auto at = from; at != to; ++at) ready.push_back(at->second);
-            waiting.erase(from, to);
-        }
+        if (batch.events[i].kind == Event::Kind::Stored && batch.stored[run].has_all_tokens()) resolve_run(batch, run);
     }
 }
 
@@ -231,7 +205,8 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
         report.refused += event.names.count;
         return;
     }
-    if (!resolved_[run]) return store_unresolved(batch, event, ordinal, slot, report);
+    const bool is_resolved = resolved_[run] || (event.has_all_tokens() && resolve_run(batch, run));
+    if (!is_resolved) return store_unresolved(batch, event, ordinal, slot, report);
     const u64* names = batch.names.data() + event.names.begin;
     const NamePosition* positions = positions_.data() + event.names.begin;
     const std::size_t count = event.names.count;
@@ -245,7 +220,7 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     }
     count_changed_blocks(count % kBlocksPerCount);
     report.stored += count;
-    wake(names, count);
+    wake(names, count, report);
 }
 
 // Store a sparse run, or a dense one whose start is unknown: known names at once, and the others are parked.
@@ -298,7 +273,7 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
         }
     }
     report.stored += stored_names.size();
-    wake(stored_names.data(), stored_names.size());
+    wake(stored_names.data(), stored_names.size(), report);
 }
 
 void Holder::park(ParkedRun run) {
@@ -317,7 +292,7 @@ void Holder::resolve_last_block(const Batch& batch, const Stored& event, u64 nam
 }
 
 // Store the parked runs that waited for `names`, and those that waited for the names of these runs.
-void Holder::wake(const u64* names, std::size_t count) {
+void Holder::wake(const u64* names, std::size_t count, Report& report) {
     if (parking_.empty()) return;
     std::vector<u64> stack(names, names + count);
     while (!stack.empty()) {
@@ -326,6 +301,7 @@ void Holder::wake(const u64* names, std::size_t count) {
         while (const std::optional<ParkedRun> run = parking_.release(name)) {
             const std::vector<u64> attached = attach(*run);
             stack.insert(stack.end(), attached.begin(), attached.end());
+            report.stored += attached.size();
             lock_->count_changes(run->names.size() - attached.size() + run->tokens.size() / 64);
         }
     }
@@ -386,7 +362,7 @@ void Holder::load(const DumpPart& part, LockSlice& lock, Report& report) {
         count_changed_blocks(1);
         names.push_back(row.name);
     }
-    wake(names.data(), names.size());
+    wake(names.data(), names.size(), report);
     report.stored += part.rows.size();
     batch_positions_ = {};
     lock_ = nullptr;

@@ -43,5 +43,4 @@ def load_part(holder: Holder, part: DumpPart, digester: Digester) -> IngestRepor
     rows = list(ROW.iter_unpack(part["rows"]))
     if any(not 0 < length <= BLOCK_SIZE_MAX for _, _, _, length, _ in rows):
         return IngestReport(malformed_events=1, malformed=["a dump has a row that is out of range, or too many rows"])
-    holder.load(part, rows)
-    return IngestReport(stored=len(rows))
+    return holder.load(part, rows)

@@ -177,10 +177,10 @@ class Holder:
         self._batch_places.clear()
 
     def _place_batch(self, events: list[BlockStored | BlockRemoved]) -> dict[int, list[Place]]:
-        """Fill `_taught` with the place of every block that a dense store spells out, in whatever order they come.
+        """Fill `_batch_places` with the place of every block that a dense store spells out behind blocks known so far.
 
-        Returns the places of each such store by its index. A store goes where it says itself: `_taught` is for the
-        others, and where two stores of a batch give one name two places, the later word counts.
+        Returns the places of each such store by its index. A store goes where it says itself: `_batch_places` is for
+        the others, and where two stores of a batch give one name two places, the later word counts.
         """
         places_by_run: dict[int, list[Place]] = {}
         for event in events:
@@ -189,27 +189,11 @@ class Holder:
                 for name in map(self._digester.name, event.block_hashes):
                     if name in self.names:
                         self._batch_places[name] = self.names[name].place
-        runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
-        for index, run in runs.items():
-            self._try_run(index, run, places_by_run)
-        waiting: dict[int, list[int]] = {}
-        ready = [index for index in runs if index not in places_by_run]
-        for index in ready:
-            parent, first = runs[index].parent_block_hash, runs[index].block_hashes[0]
-            for name in (parent, first):
-                if name is not None:
-                    waiting.setdefault(self._digester.name(name), []).append(index)
-        for index in ready:  # grows: what a run spells out may set others free
-            if index not in places_by_run and self._try_run(index, runs[index], places_by_run):
-                for engine_hash in runs[index].block_hashes:
-                    ready += waiting.pop(self._digester.name(engine_hash), ())
+        for index, event in enumerate(events):
+            places = self._place_run(event) if isinstance(event, BlockStored) and is_dense(event) else None
+            if places is not None:
+                places_by_run[index] = places
         return places_by_run
-
-    def _try_run(self, index: int, run: BlockStored, spelt: dict[int, list[Place]]) -> bool:
-        places = self._place_run(run)
-        if places is not None:
-            spelt[index] = places
-        return places is not None
 
     def _place_run(self, run: BlockStored) -> list[Place] | None:
         start = self._start_of(run)
@@ -295,6 +279,8 @@ class Holder:
                 group = self._update_group(event)
                 group.is_sparse |= not is_dense(event)
             slot = (group.key, tier_index(event.medium))
+            if places is None and is_dense(event):  # its parent may have been stored since
+                places = self._place_run(event)
             if places is None:
                 stored_names = self._store_unresolved(event, names, slot, group, report)
             else:
@@ -303,7 +289,7 @@ class Holder:
                     self._add(name, place, slot, length, group)
                 stored_names = names
         report.stored += len(stored_names)
-        self._attach_waiting(stored_names)
+        self._attach_waiting(stored_names, report)
 
     def _store_copies(self, event: BlockStored, names: list[int]) -> list[int]:
         """Names without tokens are copies of known blocks. Returns those; the others say nothing and do not wait."""
@@ -415,7 +401,7 @@ class Holder:
             self._count(entry.place.key, copies.length, slot, -copies.copies, self.groups[slot[0]])
         del self.names[name]
 
-    def load(self, part: DumpPart, rows: Iterable[tuple[int, ...]]) -> None:
+    def load(self, part: DumpPart, rows: Sequence[tuple[int, ...]]) -> IngestReport:
         """Take over blocks from another index with the same seed: (name, key, end, length, copies) each."""
         group = self.groups.setdefault(part["group_idx"], Group(part["group_idx"]))
         group.has_events |= part["announced"]
@@ -428,8 +414,10 @@ class Holder:
             for _ in range(copies):
                 self._add(name, Place(key, end), (group.key, part["tier"]), length, group)
             names.append(name)
-        self._attach_waiting(names)
+        report = IngestReport(stored=len(rows))
+        self._attach_waiting(names, report)
         self._batch_places.clear()
+        return report
 
     # -- removals ----------------------------------------------------------------------------------------------
 
@@ -478,12 +466,14 @@ class Holder:
 
     # -- attaching --------------------------------------------------------------------------------------------
 
-    def _attach_waiting(self, names: Iterable[int]) -> None:
+    def _attach_waiting(self, names: Iterable[int], report: IngestReport) -> None:
         """The places of `names` are known now: attach what waited for them, and what waited for that."""
         stack = list(names)
         while stack:
             for run in self.parking.release(stack.pop()):
-                stack.extend(self._attach(run))
+                attached_names = self._attach(run)
+                report.stored += len(attached_names)
+                stack.extend(attached_names)
 
     def _attach(self, parked: ParkedRun) -> list[int]:
         group = self.groups[parked.slot[0]]
