@@ -247,7 +247,6 @@ void ModelHolders::update_lists(const Holder* holder, const MatchPlan& plan, boo
         uniform.erase(plan.length);
         return;
     }
-    if (plan.pinned) mark(same_length.pinning);
     Words& members = same_length.layouts[plan.layout];
     mark(members);
     if (std::all_of(members.begin(), members.end(), [](u64 word) { return word == 0; })) {

@@ -36,19 +36,16 @@ using Layout = std::vector<GroupDemand>;
 struct UniformHolders {
     std::vector<const Holder*> holders;  // ascending by id
     std::map<Layout, Words> layouts;     // layout -> holders with it
-    Words pinning;                       // holders with prompts in flight
 };
 
 // How a holder is matched.
 struct MatchPlan {
     u32 length = 0;  // length of all its blocks; 0: they have several lengths, or it has none
-    bool pinned = false;  // whether it has prompts in flight
     bool is_mixed = false;   // whether it is matched by itself
     Seat seat = 0;
     Layout layout;
     bool operator==(const MatchPlan& other) const {
-        return std::tie(length, pinned, is_mixed, seat, layout) ==
-               std::tie(other.length, other.pinned, other.is_mixed, other.seat, other.layout);
+        return std::tie(length, is_mixed, seat, layout) == std::tie(other.length, other.is_mixed, other.seat, other.layout);
     }
 };
 

@@ -35,8 +35,7 @@ public:
     Planes(const Context& context, u32 length, const UniformHolders& uniform)
         : c_(context), length_(length), stride_(length / context.prefixes.unit()),
           words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
-          layouts_(uniform.layouts), pinning_(uniform.pinning) {
-        pinning_.resize(words_);
+          layouts_(uniform.layouts) {
         for (auto& [layout, members] : layouts_) members.resize(words_);
         for (const auto& [layout, members] : layouts_) {
             for (const GroupDemand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
@@ -105,7 +104,7 @@ private:
             if (pins_) {
                 held_pinned = held;
                 u64 asked = 0;  // holders that need a pin to continue; none along a resident prefix
-                for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
+                for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word];
                 if (asked != 0) add_pinned(step, held_pinned.data(), unused.data());
             }
             more = 0;
@@ -276,7 +275,6 @@ private:
     const std::size_t words_;
     const bool pins_;
     std::map<Layout, Words> layouts_;  // members by seat
-    Words pinning_;                    // holders with prompts in flight
     std::vector<Plane> planes_;        // by ordinal
     Words checkpoint_, boundary_;      // checkpoints of prompts in flight by step; their boundaries at this step
     std::vector<u64> usable_[kViews];   // by seat
@@ -287,7 +285,6 @@ private:
 MatchPlan make_match_plan(const Holder& holder, bool pinned) {
     MatchPlan plan;
     plan.seat = holder.seat;
-    plan.pinned = pinned;
     plan.is_mixed = pinned || holder.entries() != 0;
     u32 length = pinned ? holder.pin_length() : 0;
     bool full = holder.groups.empty();
