@@ -86,8 +86,8 @@ private:
     // Sometimes one that an earlier call was about.
     Tokens prompt() { return Tokens{tokens_.data(), below(tokens_.size() + 1), below(2) ? &memo_ : nullptr}; }
 
-    ScopeView scope() {
-        ScopeView scope{"m", {}, {}};
+    Scope scope() {
+        Scope scope{"m", {}, {}};
         if (below(8) == 0) scope.salt = "salt";
         if (below(8) == 0) scope.lora = "lora";
         return scope;

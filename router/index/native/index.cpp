@@ -14,7 +14,7 @@ Holder* Index::get(u64 holder) const {
     return found->second.get();
 }
 
-Query Index::make_query(const Tokens& prompt, const ScopeView& scope) const {
+Query Index::make_query(const Tokens& prompt, const Scope& scope) const {
     const u64 start = digester_.text({Text(scope.model), scope.salt, scope.lora});
     return Query{prompt.data, prompt.count, start, prompt.memo};
 }
@@ -140,14 +140,14 @@ Report Index::load(u64 id, const DumpPart& part) {
     return report;
 }
 
-std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) const {
+std::vector<Match> Index::match(const Tokens& prompt, const Scope& scope) const {
     const std::shared_lock lock(mutex_);
     const auto model = models_.find(scope.model);
     if (model == models_.end()) return {};
     return match_all(make_query(prompt, scope), *model->second, digester_, nodes_, seats_, pinned_blocks_);
 }
 
-std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const {
+std::vector<u64> Index::chunk_keys(const Tokens& prompt, const Scope& scope, u64 chunk) const {
     const Query query = make_query(prompt, scope);
     Prefixes prefixes(query, digester_, chunk);
     std::vector<u64> keys;
@@ -155,7 +155,7 @@ std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope,
     return keys;
 }
 
-std::optional<RemovedPrefix> Index::find_removed(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
+std::optional<RemovedPrefix> Index::find_removed(const Tokens& prompt, const Scope& scope, u64 start, u64 step) const {
     const Query query = make_query(prompt, scope);
     Prefixes prefixes(query, digester_, step);
     const std::shared_lock lock(mutex_);
@@ -169,7 +169,7 @@ std::optional<RemovedPrefix> Index::find_removed(const Tokens& prompt, const Sco
     return found;
 }
 
-u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
+u64 Index::pin(u64 id, const Tokens& prompt, const Scope& scope) {
     const Query query = make_query(prompt, scope);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);

@@ -20,9 +20,10 @@ struct UnknownHolder : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-struct ScopeView {
-    std::string_view model;
-    Text salt, lora;
+// protocol.py's Scope.
+struct Scope {
+    std::string model;
+    std::optional<std::string> salt, lora;
 };
 
 // Token ids of a prompt, borrowed from the caller. `memo` is set for a prompt of several calls.
@@ -68,14 +69,14 @@ public:
     // Apply one slice; returns false for the last one.
     bool step(Ingest& ingest);
     Report ingest(u64 holder, const u8* payload, std::size_t size, double now_s = 0);
-    std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
-    u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);
+    std::vector<Match> match(const Tokens& prompt, const Scope& scope) const;
+    u64 pin(u64 holder, const Tokens& prompt, const Scope& scope);
     // Return the keys of the prefixes that end at multiples of `chunk`, without the whole prompt.
-    std::vector<u64> chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const;
+    std::vector<u64> chunk_keys(const Tokens& prompt, const Scope& scope, u64 chunk) const;
     void unpin(u64 pin);
     // Return the blocks of a prompt after `start` that were lost lately, in blocks of `step` tokens; nothing where the loss
     // of the first of them is not stored.
-    std::optional<RemovedPrefix> find_removed(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
+    std::optional<RemovedPrefix> find_removed(const Tokens& prompt, const Scope& scope, u64 start, u64 step) const;
     Stats stats() const;
 
     // Call visit(const Holder&) under the reader's lock.
@@ -100,7 +101,7 @@ private:
     };
 
     Holder* get(u64 holder) const;
-    Query make_query(const Tokens& prompt, const ScopeView& scope) const;
+    Query make_query(const Tokens& prompt, const Scope& scope) const;
     void remove_pin(const Pin& pin);
     void reclassify(const Holder* holder);
     // Move the pins of a holder to its new seat, after it forgot its blocks.

@@ -244,19 +244,11 @@ Report load(Index& index, u64 holder, nb::dict entries) {
     return index.load(holder, part);
 }
 
-// protocol.py's Scope.
-class Scope {
-public:
-    explicit Scope(nb::handle scope)
-        : model_(nb::cast<std::string>(scope.attr("model"))), salt_(nb::cast<OptionalText>(scope.attr("salt"))),
-          lora_(nb::cast<OptionalText>(scope.attr("lora"))) {}
-    ScopeView view() const { return ScopeView{model_, salt_ ? Text(*salt_) : Text(), lora_ ? Text(*lora_) : Text()}; }
-
-private:
+Scope read_scope(nb::handle scope) {
     using OptionalText = std::optional<std::string>;
-    const std::string model_;
-    const OptionalText salt_, lora_;
-};
+    return {nb::cast<std::string>(scope.attr("model")), nb::cast<OptionalText>(scope.attr("salt")),
+            nb::cast<OptionalText>(scope.attr("lora"))};
+}
 
 // Holders from any sequence; an array of unsigned 64 bit integers is copied as it is.
 std::vector<u64> holders_of(nb::handle source) {
@@ -308,8 +300,8 @@ std::vector<Match> select_unbeaten(const std::vector<Match>& matches, const std:
 
 nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t max_rivals) {
     const PromptArgument prompt(token_ids);
-    const Scope scope(of);
-    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
+    const Scope scope = read_scope(of);
+    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope); });
     if (!order.is_none()) matches = select_unbeaten(matches, holders_of(order), max_rivals);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
@@ -362,15 +354,7 @@ NB_MODULE(_native, module) {
     // Without this, a process that ends while its threads hold the index prints a page of warnings.
     nb::set_leak_warnings(false);
 
-    nb::register_exception_translator(
-        [](const std::exception_ptr& error, void*) {
-            try {
-                std::rethrow_exception(error);
-            } catch (const UnknownHolder& unknown) {
-                PyErr_SetString(PyExc_KeyError, unknown.what());
-            }
-        },
-        nullptr);
+    nb::exception<UnknownHolder>(module, "UnknownHolder", PyExc_KeyError);
 
     nb::class_<Prompt>(module, "Prompt")
         .def_prop_ro("memory_bytes", &Prompt::bytes)
@@ -456,25 +440,25 @@ NB_MODULE(_native, module) {
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const PromptArgument prompt(token_ids);
-                 const Scope scope(of);
-                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope.view()); });
+                 const Scope scope = read_scope(of);
+                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope); });
              },
              nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
         .def("chunk_keys",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
                  const PromptArgument prompt(token_ids);
-                 const Scope scope(of);
+                 const Scope scope = read_scope(of);
                  if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
-                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope.view(), chunk); });
+                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope, chunk); });
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
         .def("find_lost_blocks",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
                  const PromptArgument prompt(token_ids);
-                 const Scope scope(of);
+                 const Scope scope = read_scope(of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
                  const std::optional<RemovedPrefix> find_removed =
-                     prompt.with([&](const Tokens& tokens) { return index.find_removed(tokens, scope.view(), start, step); });
+                     prompt.with([&](const Tokens& tokens) { return index.find_removed(tokens, scope, start, step); });
                  if (!find_removed) return nb::none();
                  return nb::make_tuple(find_removed->end, find_removed->holder, find_removed->at_s);
              },
