@@ -12,7 +12,6 @@ more than `max_queue_size` others wait behind it: subscribers see a gap and ask 
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
@@ -76,14 +75,6 @@ class _QueuedBatch(NamedTuple):
     events: Iterable[Event]
 
 
-class _SendOutcome(enum.Enum):
-    """Outcome of sending one message of a reply."""
-
-    SENT = enum.auto()
-    PEER_BUSY = enum.auto()
-    REPLY_ENDED = enum.auto()
-
-
 class EventPublisher:
     """One publisher stream of one data-parallel rank.
 
@@ -121,7 +112,7 @@ class EventPublisher:
         self._resident_set = ResidentSet()
         """Blocks that are cached after `_last_batch`, for snapshots."""
         self._last_batch: SeqAndPayload | None = None
-        self._pending_replies: deque[Reply] = deque()
+        self._pending_replies: list[Reply] = []
 
         self._is_closing = False
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -266,42 +257,36 @@ class EventPublisher:
         return Reply(identity, iter_replay(self._ring, start_seq), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send some messages, one of each reply in turn; return whether replies wait but no peer takes a message."""
-        busy_peer_count = 0  # peers in a row that took nothing
-        for _ in range(REPLY_SLICE):
-            if busy_peer_count >= len(self._pending_replies):
-                break
-            reply = self._pending_replies.popleft()
-            outcome = self._send_next_message(reply, replay_socket)
-            if outcome is not _SendOutcome.REPLY_ENDED:
-                self._pending_replies.append(reply)
-            if outcome is _SendOutcome.PEER_BUSY:
-                busy_peer_count += 1
-            elif outcome is _SendOutcome.SENT:
-                busy_peer_count = 0
-        return bool(self._pending_replies) and busy_peer_count >= len(self._pending_replies)
+        """Send some messages of each reply; return whether replies wait but no peer takes a message."""
+        replies = list(self._pending_replies)
+        sent_counts = [self._send_messages(reply, REPLY_SLICE // len(replies), replay_socket) for reply in replies]
+        return bool(self._pending_replies) and not any(sent_counts)
 
-    def _send_next_message(self, reply: Reply, replay_socket: zmq.Socket[bytes]) -> _SendOutcome:
-        """Send the next message of a reply if its peer takes the message.
+    def _send_messages(self, reply: Reply, count_max: int, replay_socket: zmq.Socket[bytes]) -> int:
+        """Send the next messages of a reply, as long as its peer takes them; return their number.
 
         The reply ends after its last message, when the peer has left, or when the peer took nothing for REPLY_STALL_S.
         """
-        if reply.next_message is None:
-            return _SendOutcome.REPLY_ENDED
-        seq, payload = reply.next_message
-        try:
-            replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, seq, payload), zmq.NOBLOCK)
-        except zmq.Again:
-            if time.monotonic() - reply.progress_at < REPLY_STALL_S:
-                return _SendOutcome.PEER_BUSY
-            logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
-            return _SendOutcome.REPLY_ENDED
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return _SendOutcome.REPLY_ENDED  # the peer has left
-        reply.advance(time.monotonic())
-        return _SendOutcome.SENT
+        sent_count = 0
+        while reply.next_message is not None:
+            if sent_count == count_max:
+                return sent_count
+            seq, payload = reply.next_message
+            try:
+                replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, seq, payload), zmq.NOBLOCK)
+            except zmq.Again:
+                if time.monotonic() - reply.progress_at < REPLY_STALL_S:
+                    return sent_count
+                logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                break  # the peer has left
+            reply.advance(time.monotonic())
+            sent_count += 1
+        self._pending_replies.remove(reply)
+        return sent_count
 
     def _open_sockets(self) -> None:
         """Open the PUB socket for live batches and, if it is configured, the ROUTER socket that answers requests.
