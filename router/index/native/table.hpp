@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -45,8 +46,8 @@ inline u64 keyed(u64 key) {
 inline thread_local u64 extra_work = 0;
 [[gnu::noinline, gnu::cold]] inline void count_extra(std::size_t steps) { extra_work += steps; }
 
-// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. Entries with one hash that do not fit
-// a segment, which cannot be made without the secret factors, go to a list.
+// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. At least 543 entries may have the same
+// kDepthMax top bits of their hashes; more cannot be made without the secret factors.
 template <class Entry, class Traits>
 class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
@@ -95,7 +96,7 @@ public:
     std::size_t size() const { return size_; }
     // Return the table's memory without its pages, which Pages counts.
     std::size_t bytes() const {
-        return directory_.capacity() * sizeof(u32) + segments_.capacity() * sizeof(Segment) + spilled_.capacity() * sizeof(Entry);
+        return directory_.capacity() * sizeof(u32) + segments_.capacity() * sizeof(Segment);
     }
 
     // Prefetch the chunk where a search begins.
@@ -108,97 +109,6 @@ public:
     // Return the entry with this hash for which `equal` is true; null where there is none.
     template <class Equal>
     Entry* find(u32 hash, Equal equal) const {
-        Entry* entry = find_in_segment(hash, equal);
-        return entry == nullptr && spills_ ? find_spilled(equal) : entry;
-    }
-
-    // Add an entry that is not in the table. Pointers into the table become invalid.
-    void insert(const Entry& entry) {
-        const u32 hash = Traits::hash(entry);
-        if (directory_.empty()) {
-            segments_.push_back(allocate(0, 1));  // one page
-            directory_.push_back(0);
-        }
-        u32 number = directory_[index(hash)];
-        while (is_full(segments_[number])) {
-            const u32 pages = segments_[number].size / kPerPage;
-            if (pages == kPagesMax && segments_[number].depth == kDepthMax) {
-                spilled_.push_back(entry);
-                spills_ = true;
-                ++size_;
-                return;
-            }
-            pages < kPagesMax ? resize(segments_[number], pages < 3 ? pages + 1 : kPagesMax) : split(number, hash);
-            number = directory_[index(hash)];
-        }
-        place(segments_[number], entry, hash);
-        ++size_;
-    }
-
-    // Remove an entry that `find` returned. Pointers into the table become invalid.
-    void erase(Entry* entry) {
-        if (spills_ && entry >= spilled_.data() && entry < spilled_.data() + spilled_.size()) {
-            *entry = spilled_.back();
-            spilled_.pop_back();
-            --size_;
-            return;
-        }
-        const u32 hash = Traits::hash(*entry);
-        Segment& segment = segments_[directory_[index(hash)]];
-        u32 at = find_group(scramble(hash), segment.size);
-        Chunk* chunk = chunk_of(segment, at);
-        while (entry < chunk->slots || entry >= chunk->slots + kSlots) {
-            if (chunk->overflow != 255) --chunk->overflow;
-            at = at + 1 == segment.size ? 0 : at + 1;
-            chunk = chunk_of(segment, at);
-        }
-        take_out(segment, chunk, entry);
-    }
-
-    template <class Visit>
-    void each(Visit visit) const {
-        for (const Segment& segment : segments_) visit_segment(segment, visit);  // may change entries, but not their hash
-        for (Entry& entry : spilled_) visit(entry);
-    }
-
-    // Visit the entries of one segment, with the overflow list as the last part; returns whether more parts follow.
-    template <class Visit>
-    bool each_of(std::size_t segment, Visit visit) const {
-        if (segment < segments_.size()) visit_segment(segments_[segment], visit);
-        if (segment + 1 < segments_.size()) return true;
-        for (Entry& entry : spilled_) visit(entry);
-        return false;
-    }
-
-    // Visit and drop the entries of one segment; returns false when nothing is left. After the first call the table only
-    // shrinks: find, insert and erase must not be called.
-    template <class Visit>
-    bool drain_some(Visit visit) {
-        directory_.clear();
-        if (segments_.empty()) return false;
-        for (Entry& entry : spilled_) visit(entry);
-        size_ -= spilled_.size();
-        spilled_.clear();
-        visit_segment(segments_.back(), visit);
-        size_ -= segments_.back().count;
-        release(segments_.back());
-        segments_.pop_back();
-        return true;
-    }
-
-private:
-    void swap(SegmentedTable& other) {
-        std::swap(pages_, other.pages_);
-        std::swap(directory_, other.directory_);
-        std::swap(segments_, other.segments_);
-        std::swap(spilled_, other.spilled_);
-        std::swap(spills_, other.spills_);
-        std::swap(depth_, other.depth_);
-        std::swap(size_, other.size_);
-    }
-
-    template <class Equal>
-    Entry* find_in_segment(u32 hash, Equal equal) const {
         if (directory_.empty()) return nullptr;
         const Segment& segment = segments_[directory_[index(hash)]];
         const u32 scrambled = scramble(hash);
@@ -217,11 +127,70 @@ private:
         return nullptr;
     }
 
-    template <class Equal>
-    [[gnu::noinline, gnu::cold]] Entry* find_spilled(Equal equal) const {
-        count_extra(spilled_.size());
-        const auto found = std::find_if(spilled_.begin(), spilled_.end(), equal);
-        return found == spilled_.end() ? nullptr : &*found;
+    // Add an entry that is not in the table. Pointers into the table become invalid.
+    void insert(const Entry& entry) {
+        const u32 hash = Traits::hash(entry);
+        if (directory_.empty()) {
+            segments_.push_back(allocate(0, 1));  // one page
+            directory_.push_back(0);
+        }
+        u32 number = directory_[index(hash)];
+        while (is_full(segments_[number])) {
+            const u32 pages = segments_[number].size / kPerPage;
+            if (pages == kPagesMax && segments_[number].depth == kDepthMax) throw std::length_error("too many equal hashes");
+            pages < kPagesMax ? resize(segments_[number], pages < 3 ? pages + 1 : kPagesMax) : split(number, hash);
+            number = directory_[index(hash)];
+        }
+        place(segments_[number], entry, hash);
+        ++size_;
+    }
+
+    // Remove an entry that `find` returned. Pointers into the table become invalid.
+    void erase(Entry* entry) {
+        const u32 hash = Traits::hash(*entry);
+        Segment& segment = segments_[directory_[index(hash)]];
+        u32 at = find_group(scramble(hash), segment.size);
+        Chunk* chunk = chunk_of(segment, at);
+        while (entry < chunk->slots || entry >= chunk->slots + kSlots) {
+            if (chunk->overflow != 255) --chunk->overflow;
+            at = at + 1 == segment.size ? 0 : at + 1;
+            chunk = chunk_of(segment, at);
+        }
+        take_out(segment, chunk, entry);
+    }
+
+    template <class Visit>
+    void each(Visit visit) const {
+        for (const Segment& segment : segments_) visit_segment(segment, visit);  // may change entries, but not their hash
+    }
+
+    // Visit the entries of one segment; returns whether more segments follow.
+    template <class Visit>
+    bool each_of(std::size_t segment, Visit visit) const {
+        if (segment < segments_.size()) visit_segment(segments_[segment], visit);
+        return segment + 1 < segments_.size();
+    }
+
+    // Visit and drop the entries of one segment; returns false when nothing is left. After the first call the table only
+    // shrinks: find, insert and erase must not be called.
+    template <class Visit>
+    bool drain_some(Visit visit) {
+        directory_.clear();
+        if (segments_.empty()) return false;
+        visit_segment(segments_.back(), visit);
+        size_ -= segments_.back().count;
+        release(segments_.back());
+        segments_.pop_back();
+        return true;
+    }
+
+private:
+    void swap(SegmentedTable& other) {
+        std::swap(pages_, other.pages_);
+        std::swap(directory_, other.directory_);
+        std::swap(segments_, other.segments_);
+        std::swap(depth_, other.depth_);
+        std::swap(size_, other.size_);
     }
 
     Chunk* chunk_of(const Segment& segment, u32 at) const {
@@ -326,11 +295,9 @@ private:
     // Fields of every search come first, in one cache line.
     Pages* pages_;
     u32 depth_ = 0;
-    bool spills_ = false;  // whether the list was ever used
     std::vector<u32> directory_;
     std::vector<Segment> segments_;
     std::size_t size_ = 0;
-    mutable std::vector<Entry> spilled_;
 };
 
 }  // namespace blockcast
