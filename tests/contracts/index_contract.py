@@ -238,6 +238,15 @@ def check_child_before_parent_in_one_batch(make: MakeIndex) -> None:
     assert tokens_of(index) == 48
 
 
+def check_child_of_a_block_that_waited_until_this_batch(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(store_event([3], PROMPT[32:48], parent=2)))
+    report = index.ingest(holder, batch(store_prompt(2), store_event([4], PROMPT[48:64], parent=3)))
+    assert (report.stored, report.parked) == (4, 0)
+    assert tokens_of(index) == 64
+    assert index.stats().parked == 0
+
+
 def check_store_and_removal_in_one_batch(make: MakeIndex) -> None:
     index, holder = one_holder(make)
     index.ingest(holder, batch(store_prompt(3), remove_event(3), remove_event(9)))
