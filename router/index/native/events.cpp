@@ -112,7 +112,7 @@ private:
     std::string_view type_of(std::size_t count) {
         const u8* body = reader_.position();
         for (std::size_t i = 0; i < count; ++i) {
-            if (is(reader_.str(), "type")) {
+            if (reader_.str() == "type") {
                 const std::string_view type = reader_.text();
                 reader_.seek(body);
                 return type;
@@ -125,8 +125,8 @@ private:
     enum class Kind : u8 { Stored, Removed, Cleared, Unknown };
 
     void start_event(std::string_view type) {
-        kind_ = is(type, "BlockStored") ? Kind::Stored : is(type, "BlockRemoved") ? Kind::Removed
-              : is(type, "AllBlocksCleared") ? Kind::Cleared : Kind::Unknown;
+        kind_ = type == "BlockStored" ? Kind::Stored : type == "BlockRemoved" ? Kind::Removed
+              : type == "AllBlocksCleared" ? Kind::Cleared : Kind::Unknown;
         stored_ = Stored();
         lora_id_.reset();
         medium_.reset();
@@ -442,7 +442,7 @@ void decode(const u8* payload, std::size_t size, const Digester& digester, Batch
 
 u32 tier_of(Text medium) {
     if (!medium) return 0;
-    if (is(*medium, "GPU")) return 0;
+    if (*medium == "GPU") return 0;
     std::string upper(*medium);
     std::transform(upper.begin(), upper.end(), upper.begin(), [](unsigned char c) { return std::toupper(c); });
     if (upper == "GPU") return 0;

@@ -2,7 +2,7 @@
 // untrusted bytes are here.
 #pragma once
 
-#include <cstring>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -99,7 +99,7 @@ enum class Field : u8 {
     BlockHashes, Parent, TokenIds, BlockSize, LoraId, Medium, LoraName, ExtraKeys, GroupIdx, Kind, Window,
     CacheSalt, MediaKeys, Ancestor, SkippedTokens, SkippedKeys, Copies, Ignored,
 };
-constexpr const char* kFieldNames[] = {
+constexpr std::string_view kFieldNames[] = {
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
     "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "cache_salt", "mm_keys",
     "skipped_parent_block_hash", "skipped_token_ids", "skipped_extra_keys", "remaining_copy_counts",
@@ -114,30 +114,9 @@ constexpr Field kStoredOrder[] = {
 };
 constexpr Field kRemovedOrder[] = {Field::BlockHashes, Field::Medium, Field::GroupIdx};
 
-// `text == literal`, with the length known to the compiler: no call.
-template <std::size_t N>
-inline bool is(std::string_view text, const char (&literal)[N]) {
-    return text.size() == N - 1 && std::memcmp(text.data(), literal, N - 1) == 0;
-}
-
 inline Field field_named(std::string_view name) {
-    switch (name.size()) {
-        case 6: return is(name, "medium") ? Field::Medium : Field::Ignored;
-        case 7: return is(name, "lora_id") ? Field::LoraId : is(name, "mm_keys") ? Field::MediaKeys : Field::Ignored;
-        case 9: return is(name, "token_ids") ? Field::TokenIds : is(name, "lora_name") ? Field::LoraName
-                     : is(name, "group_idx") ? Field::GroupIdx : Field::Ignored;
-        case 10: return is(name, "block_size") ? Field::BlockSize : is(name, "extra_keys") ? Field::ExtraKeys
-                      : is(name, "cache_salt") ? Field::CacheSalt : Field::Ignored;
-        case 12: return is(name, "block_hashes") ? Field::BlockHashes : Field::Ignored;
-        case 17: return is(name, "parent_block_hash") ? Field::Parent
-                      : is(name, "skipped_token_ids") ? Field::SkippedTokens : Field::Ignored;
-        case 18: return is(name, "kv_cache_spec_kind") ? Field::Kind
-                      : is(name, "skipped_extra_keys") ? Field::SkippedKeys : Field::Ignored;
-        case 21: return is(name, "remaining_copy_counts") ? Field::Copies : Field::Ignored;
-        case 25: return is(name, "skipped_parent_block_hash") ? Field::Ancestor : Field::Ignored;
-        case 28: return is(name, "kv_cache_spec_sliding_window") ? Field::Window : Field::Ignored;
-        default: return Field::Ignored;
-    }
+    const auto at = std::find(std::begin(kFieldNames), std::end(kFieldNames), name);
+    return static_cast<Field>(at - std::begin(kFieldNames));  // Ignored follows the fields that have names
 }
 
 inline std::optional<std::int64_t> optional_int(Reader& reader) {
