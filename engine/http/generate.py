@@ -137,7 +137,7 @@ async def _respond(
 
     If the client disconnects, which cancels this task, or the time limit passes, unfinished sequences are aborted.
     """
-    state.begin_request()
+    state.active_request_count += 1
     deadline_timer = _start_deadline_timer(stream, state.config.request_timeout_s)
     deadline_s = None if deadline_timer is None else deadline_timer.when()
     writer = ResponseWriter(request, state.config, deadline_s)
@@ -157,7 +157,7 @@ async def _respond(
         unfinished_count = sum(choice.finish_reason is None for choice in generation.choices)
         state.metrics.finished_sequences["abort"] += unfinished_count
         stream.close()
-        state.end_request()
+        state.active_request_count -= 1
 
 
 def _start_deadline_timer(stream: OutputStream, limit_s: float | None) -> asyncio.TimerHandle | None:

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from aiohttp.web_log import AccessLogger
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import routes, weights
 from engine.http.generate import MESSAGE_ID_PREFIX, STATE, create_response, generate
-from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
+from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
@@ -245,7 +246,8 @@ class Server:
         self._config = config
         self._stop_reason: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """Resolved when the server is to stop: to None by a signal, to an error message by the core's death."""
-        self._stop_now = asyncio.Event()
+        self._should_stop_now = False
+        """Whether a second signal has come, so that requests are not finished."""
         self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
@@ -295,7 +297,7 @@ class Server:
             await asyncio.sleep(DEATH_GRACE_S)
         server.close()
         await runner.cleanup()
-        state.close()
+        state.reader.close()
         return 0 if failure is None else _report_failure(failure)
 
     async def _accept_connections(self, runner: web.AppRunner, listener: socket.socket) -> asyncio.Server:
@@ -321,18 +323,16 @@ class Server:
             return
         timeout_s = self._config.shutdown_timeout_s
         log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active_request_count, timeout_s)
-        idle_task = asyncio.ensure_future(state.wait_until_idle())
-        stop_now_task = asyncio.ensure_future(self._stop_now.wait())
-        await asyncio.wait({idle_task, stop_now_task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle_task, stop_now_task):
-            task.cancel()
+        deadline_s = time.monotonic() + timeout_s
+        while state.active_request_count and not self._should_stop_now and time.monotonic() < deadline_s:
+            await asyncio.sleep(IDLE_POLL_S)
         if state.active_request_count:
             log.warning("ending with %d requests unfinished", state.active_request_count)
 
     def _on_signal(self) -> None:
         """Begin to stop at the first signal; at the second one, stop without waiting for requests."""
         if self._stop_reason.done():
-            self._stop_now.set()
+            self._should_stop_now = True
         else:
             self._stop_reason.set_result(None)
 

@@ -27,6 +27,8 @@ from prompts.kv_source import RemoteKVSource
 
 RETRY_AFTER_S = 1
 """Value of the Retry-After header."""
+IDLE_POLL_S = 0.02
+"""Time between two looks at whether the last request has been answered."""
 
 
 class ServerState:
@@ -68,8 +70,6 @@ class ServerState:
         self._reading_request_count = 0
         """Number of bodies that are being parsed. Each counts as one waiting sequence, until its number is known."""
         self._request_numbers = itertools.count()
-        self._idle_event = asyncio.Event()
-        self._idle_event.set()
         self.is_draining = False
         self.is_asleep = False
         """Whether no request is admitted because the engine sleeps, or is about to, or gets other weights."""
@@ -136,18 +136,10 @@ class ServerState:
                 status=429,
             )
 
-    def begin_request(self) -> None:
-        self.active_request_count += 1
-        self._idle_event.clear()
-
-    def end_request(self) -> None:
-        self.active_request_count -= 1
-        if not self.active_request_count:
-            self._idle_event.set()
-
     async def wait_until_idle(self) -> None:
         """Wait until no generating request is being answered."""
-        await self._idle_event.wait()
+        while self.active_request_count:
+            await asyncio.sleep(IDLE_POLL_S)
 
     def make_request_prefix(self) -> str:
         """Return a new prefix for the ids of a request's sequences in the core, such as "1f" for "1f-0" and "1f-1"."""
@@ -173,9 +165,6 @@ class ServerState:
             raise RequestError(message, code="request_timeout", status=408) from None
         except ConnectionError:
             raise RequestError("the client left before its request was complete") from None
-
-    def close(self) -> None:
-        self.reader.close()
 
 
 def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, has_transfers: bool) -> ModelLimits:

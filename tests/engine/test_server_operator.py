@@ -54,8 +54,7 @@ def make_state(client: Client, **config: Any) -> ServerState:
     state.info = SimpleNamespace(model_path="/models/own", max_model_len=8)  # type: ignore[assignment]
     state.is_asleep = state.is_draining = False
     state.start_time_s, state.active_request_count = 0, 0
-    state.weights_change_lock, state._idle_event = asyncio.Lock(), asyncio.Event()
-    state._idle_event.set()
+    state.weights_change_lock = asyncio.Lock()
     state.api_keys = ApiKeys(state.config.api_keys, state.config.admin_api_key)
     return state
 
