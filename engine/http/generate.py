@@ -23,10 +23,10 @@ from aiohttp import web
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
-from engine.http.state import ServerState, make_not_running_error
+from engine.http.state import ServerState
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
-from engine.process.client import EngineDeadError, OutputStream
+from engine.process.client import OutputStream
 from engine.process.logprob_budget import LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
@@ -276,11 +276,9 @@ async def _stream_response(
         final_events = formatter.format_end()
         _store_response(state, formatter)  # before the end is sent, because a client may continue the response then
         await writer.write(final_events)
-    except (RequestError, EngineDeadError) as error:
+    except RequestError as error:
         if not writer.has_started:
             raise
-        if isinstance(error, EngineDeadError):
-            error = make_not_running_error(error)
         state.metrics.count_error(error.status)
         await writer.write(formatter.format_error(error))
     finally:

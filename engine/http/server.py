@@ -27,7 +27,7 @@ from aiohttp.web_log import AccessLogger
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import routes, weights
 from engine.http.generate import MESSAGE_ID_PREFIX, STATE, create_response, generate
-from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
+from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, ServerState, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
@@ -110,8 +110,6 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         request_error = _convert_http_error(request, error)
         return make_error_response(state, request, request_error, allow=error.headers.get("Allow"))
-    except EngineDeadError as error:
-        return make_error_response(state, request, make_not_running_error(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left; an answer keeps aiohttp from logging a traceback
     except Exception:
@@ -277,7 +275,9 @@ class Server:
             return 0  # a signal came while the model was loaded
         try:
             state = await self._make_state(client, ready_task.result())
-        except (EngineDeadError, TokenizerError) as error:
+        except EngineDeadError as error:
+            return _report_failure(error.reason)
+        except TokenizerError as error:
             return _report_failure(str(error))
 
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)

@@ -18,7 +18,7 @@ from engine.http.response_store import ResponseStore
 from engine.messages import CoreInfo
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.formats import resolve_formats
-from engine.process.client import EngineClient, OutputStream
+from engine.process.client import EngineClient, EngineDeadError, OutputStream
 from engine.protocol.params import ModelLimits
 from engine.types import KVSource, Request
 from prompts import RequestError, Tokenizer, bad_value
@@ -122,7 +122,7 @@ class ServerState:
     def check_running(self) -> None:
         """Raise RequestError 503 if the core has died."""
         if self.client.death_reason is not None:
-            raise make_not_running_error(self.client.death_reason)
+            raise EngineDeadError(self.client.death_reason)
 
     def _check_capacity(self, additional_sequences: int) -> None:
         """Raise RequestError 429 if `--max-queue` forbids so many more sequences, and 503 if none is admitted."""
@@ -186,7 +186,3 @@ def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, 
 
 def make_unavailable_error(message: str) -> RequestError:
     return RequestError(message, code="unavailable", status=503)
-
-
-def make_not_running_error(reason: object) -> RequestError:
-    return make_unavailable_error(f"the engine is not running: {reason}")

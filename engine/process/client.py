@@ -42,8 +42,12 @@ TOKENS_PER_PAUSE = 1024
 log = logging.getLogger("engine.client")
 
 
-class EngineDeadError(RuntimeError):
-    """The core process has ended, or could not start. The message gives the reason."""
+class EngineDeadError(RequestError):
+    """The core process has ended, or could not start, for a `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine is not running: {reason}", code="unavailable", status=503)
+        self.reason = reason
 
 
 class OutputStream:
