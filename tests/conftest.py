@@ -3,6 +3,7 @@ importable; and Triton's interpreter, which must be chosen before anything impor
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -21,3 +22,9 @@ if not Path("/dev/nvidiactl").exists():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("begins_first") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules from garbage collection: they are a million objects, and many tests collect all."""
+    gc.collect()
+    gc.freeze()
