@@ -133,53 +133,8 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class ExternalLoad:
-    """Load that an engine reports beyond the requests of this router and its peers."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_tokens: int = 0
-    report: EngineLoad | None = None
-    reported_s: float = -math.inf
-
-    def __bool__(self) -> bool:
-        return bool(self.running or self.waiting or self.kv_tokens)
-
-
-NO_EXTERNAL_LOAD: Final = ExternalLoad()
-
-
-def estimate_external_load(
-    report: EngineLoad, now: float, *, known_requests: int, known_kv_tokens: int, capacity: Capacity
-) -> ExternalLoad:
-    """Return the part of an engine's reported load that comes from clients which use no router.
-
-    It is what the report has beyond `known_requests` and `known_kv_tokens`, which this router and its peers have sent.
-    Waiting requests count as external first. Numbers that the engine's slots cannot hold are reduced to those that they
-    can: known and external running requests to all slots, waiting requests to two full batches.
-    """
-    slot_count = capacity.max_num_seqs
-    external_requests = max(report.running + report.waiting - known_requests, 0)
-    external_waiting = min(report.waiting, external_requests)
-    free_slots = max(slot_count - known_requests, 0)
-    external_running = min(external_requests - external_waiting, free_slots)
-    external_kv_tokens = 0
-    if capacity.kv_tokens is not None and report.usage is not None:
-        # Partial blocks and tokens that are not counted yet also use memory, so a small excess tells nothing.
-        used_tokens = int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens)
-        external_kv_tokens = max(used_tokens - known_kv_tokens, 0)
-    return ExternalLoad(
-        running=external_running,
-        waiting=min(external_waiting, 2 * slot_count),
-        kv_tokens=external_kv_tokens,
-        report=report,
-        reported_s=now,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """Load that other senders have put on a worker: another router, or the sum of several.
+    """Load that other senders have put on a worker: another router, clients that use no router, or the sum of several.
 
     *Prefills* are their prompts that have no first token yet. Fields with `_at_s` or `_since_s` are moments on this
     router's clock.
@@ -205,8 +160,49 @@ class PeerLoad:
     def request_count(self) -> int:
         return self.prefill_requests + self.decode_requests
 
+    def __bool__(self) -> bool:
+        return bool(self.request_count or self.decode_context_tokens)
+
 
 NO_PEER_LOAD: Final = PeerLoad()
+
+
+def estimate_external_load(
+    report: EngineLoad,
+    *,
+    known_requests: int,
+    known_kv_tokens: int,
+    capacity: Capacity,
+    prompt_s: float,
+    prefill_rate: float,
+) -> PeerLoad:
+    """Return the part of an engine's reported load that comes from clients which use no router.
+
+    It is what the report has beyond `known_requests` and `known_kv_tokens`, which this router and its peers have sent.
+    Waiting requests count as external first. Numbers that the engine's slots cannot hold are reduced to those that they
+    can: known and external running requests to all slots, waiting requests to two full batches. Each waiting request is
+    assumed to take `prompt_s` seconds of prefill, at `prefill_rate` seconds a token.
+    """
+    slot_count = capacity.max_num_seqs
+    external_requests = max(report.running + report.waiting - known_requests, 0)
+    external_waiting = min(report.waiting, external_requests)
+    free_slots = max(slot_count - known_requests, 0)
+    external_running = min(external_requests - external_waiting, free_slots)
+    external_waiting = min(external_waiting, 2 * slot_count)
+    external_kv_tokens = 0
+    if capacity.kv_tokens is not None and report.usage is not None:
+        # Partial blocks and tokens that are not counted yet also use memory, so a small excess tells nothing.
+        used_tokens = int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens)
+        external_kv_tokens = max(used_tokens - known_kv_tokens, 0)
+    return PeerLoad(
+        prefill_s=external_waiting * prompt_s,
+        prefill_requests=external_waiting,
+        oldest_prefill_s=prompt_s,
+        oldest_sent_at_s=math.inf,  # unknown: it makes no progress and is never overdue
+        decode_requests=external_running,
+        decode_context_tokens=external_kv_tokens,
+        prefill_rate=prefill_rate,
+    )
 
 
 def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:

@@ -158,7 +158,7 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         tier_load_s=candidate.tier_load_s,
         output_tokens=request.output_tokens,
         decode_requests=target.load.decode_request_count + target.peer_load.decode_requests,
-        external_requests=target.external_load.running + target.external_load.waiting,
+        external_requests=target.external_load.request_count,
         transfer=msgspec.UNSET if plan is None else plan.transfer,
     )
 

@@ -19,10 +19,10 @@ from typing import Final
 import msgspec
 
 from router.decide.load import (
-    NO_EXTERNAL_LOAD,
     NO_PEER_LOAD,
     SLOT_WAIT_RATIO,
     Capacity,
+    EngineLoad,
     Load,
     PeerLoad,
     RoutedTotals,
@@ -38,9 +38,6 @@ OVERDUE_SHARE: Final = 0.2
 """An overdue prefill is assumed to take this share of its time so far once more."""
 _REMAINING_SHARE_MIN: Final = 0.05
 """Least share of a prefill that is assumed to remain after other prompts went first."""
-
-_EXTERNAL_PROMPT_TOKENS: Final = 256
-"""Uncached tokens that are assumed for a waiting request which no router sent."""
 
 
 class RequestPhase(enum.Enum):
@@ -348,8 +345,12 @@ class Target:
         self.totals = RoutedTotals()
         self.peer_load = NO_PEER_LOAD
         """Sum of the loads of other routers and of `external_load`."""
-        self.external_load = NO_EXTERNAL_LOAD
+        self.external_load = NO_PEER_LOAD
         """Load that the engine reports and that no router sent."""
+        self.engine_load: EngineLoad | None = None
+        """Last report of the engine; None if it reports nothing, or nothing lately."""
+        self.engine_reported_s = -math.inf
+        """When that report came."""
 
         # Derived from all these by `recompute_decode_load`.
         self.slowdown = 1.0
@@ -525,19 +526,6 @@ class Target:
         ending_share = math.ceil(missing_share * request_count) / request_count
         overdue_s = self.load.overdue_output_tokens / request_count * self.step_s
         return self.estimate_drain_s(ending_share) + ending_share * overdue_s
-
-    def make_external_peer_load(self) -> PeerLoad:
-        """Return `external_load` in the form of another router's load."""
-        external = self.external_load
-        prefill_s = self.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0)
-        return PeerLoad(
-            prefill_s=external.waiting * prefill_s,
-            prefill_requests=external.waiting,
-            oldest_prefill_s=prefill_s,
-            oldest_sent_at_s=math.inf,  # unknown: it makes no progress and is never overdue
-            decode_requests=external.running,
-            decode_context_tokens=external.kv_tokens,
-        )
 
     def advance_work_totals(self, now: float) -> None:
         """Add the time since the last call to the work totals, before the counts change."""

@@ -19,11 +19,9 @@ import msgspec
 
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import (
-    NO_EXTERNAL_LOAD,
     NO_PEER_LOAD,
     REPORT_VALID_S,
     EngineLoad,
-    ExternalLoad,
     PeerLoad,
     estimate_external_load,
     merge_peer_loads,
@@ -48,6 +46,8 @@ TOKEN_S_MIN: Final = 1e-4
 COUNT_TOLERANCE_TOKENS: Final = 16
 """Tokens by which a reported length may exceed 1.25 times the number of chunks of a stream. Where chunks have several
 tokens, lengths and step times are then both in chunks, which serves as well."""
+_EXTERNAL_PROMPT_TOKENS: Final = 256
+"""Uncached tokens that are assumed for a waiting request which no router sent."""
 UTILISATION_WINDOW_S: Final = 60.0
 """Time over which utilisation is averaged."""
 _RESCALE_WINDOWS: Final = 20.0
@@ -578,20 +578,16 @@ class LoadTracker:
         `in_flight`: number of this router's requests at the target when the engine was asked.
         """
         target = self.targets.get(name)
-        if target is None:
-            return
-        external_load = NO_EXTERNAL_LOAD
-        if engine_load is not None:
-            external_load = self._estimate_external_load(target, engine_load, now, in_flight)
-        elif now - target.external_load.reported_s <= REPORT_VALID_S:
+        if target is None or (engine_load is None and now - target.engine_reported_s <= REPORT_VALID_S):
             return
         target.advance_work_totals(now)
-        target.external_load = external_load
+        target.engine_load, target.external_load = engine_load, NO_PEER_LOAD
+        if engine_load is not None:
+            target.engine_reported_s = now
+            target.external_load = self._estimate_external_load(target, engine_load, in_flight)
         self._merge_peer_load(target)
 
-    def _estimate_external_load(
-        self, target: Target, engine_load: EngineLoad, now: float, in_flight: int
-    ) -> ExternalLoad:
+    def _estimate_external_load(self, target: Target, engine_load: EngineLoad, in_flight: int) -> PeerLoad:
         """Return the part of an engine's load that comes neither from this router nor from its peers."""
         load = target.load
         known_requests = max(in_flight, load.request_count)  # the report may be older or newer than this count
@@ -601,7 +597,12 @@ class LoadTracker:
             known_requests += peer_load.request_count
             known_kv_tokens += peer_load.decode_context_tokens
         return estimate_external_load(
-            engine_load, now, known_requests=known_requests, known_kv_tokens=known_kv_tokens, capacity=target.capacity
+            engine_load,
+            known_requests=known_requests,
+            known_kv_tokens=known_kv_tokens,
+            capacity=target.capacity,
+            prompt_s=target.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0),
+            prefill_rate=target.speed.prefill_rate,
         )
 
     def _merge_peer_load(self, target: Target) -> None:
@@ -610,7 +611,7 @@ class LoadTracker:
             peer_loads[target.name] for peer_loads in self._peer_loads_by_router.values() if target.name in peer_loads
         ]
         if target.external_load:
-            loads.append(target.make_external_peer_load())
+            loads.append(target.external_load)
         target.peer_load = merge_peer_loads(loads, target.speed.prefill_rate)
         target.recompute()
         for order in self.load_orders:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.load import (
-    NO_EXTERNAL_LOAD,
+    NO_PEER_LOAD,
     REPORT_VALID_S,
     USAGE_TOLERANCE,
     Capacity,
@@ -158,10 +158,10 @@ def estimate(
     capacity = Capacity(kv_tokens=10_000 if has_size else None, max_num_seqs=64)
     report = EngineLoad(running, waiting, usage)
     external = estimate_external_load(
-        report, 1.0, known_requests=known_requests, known_kv_tokens=1000, capacity=capacity
+        report, known_requests=known_requests, known_kv_tokens=1000, capacity=capacity, prompt_s=0.1, prefill_rate=1e-4
     )
-    assert (external.report, external.reported_s) == (report, 1.0)
-    return external.running, external.waiting, external.kv_tokens
+    assert external.prefill_s == pytest.approx(0.1 * external.prefill_requests)
+    return external.decode_requests, external.prefill_requests, external.decode_context_tokens
 
 
 def test_only_what_others_have_counts() -> None:
@@ -185,24 +185,24 @@ def test_the_load_is_the_larger_of_what_is_known_and_what_is_reported(
 ) -> None:
     capacity = Capacity(kv_tokens=10_000, max_num_seqs=10_000)
     external = estimate_external_load(
-        EngineLoad(running, waiting, usage), 0.0, known_requests=known_requests, known_kv_tokens=known_tokens,
-        capacity=capacity,
+        EngineLoad(running, waiting, usage), known_requests=known_requests, known_kv_tokens=known_tokens,
+        capacity=capacity, prompt_s=0.1, prefill_rate=1e-4,
     )  # fmt: skip
-    assert known_requests + external.running + external.waiting == max(known_requests, running + waiting)
+    assert known_requests + external.request_count == max(known_requests, running + waiting)
     reported_tokens = int((usage - USAGE_TOLERANCE) * 10_000) if usage is not None else 0
-    assert known_tokens + external.kv_tokens == max(known_tokens, reported_tokens)
-    assert bool(external) is any((external.running, external.waiting, external.kv_tokens))
+    assert known_tokens + external.decode_context_tokens == max(known_tokens, reported_tokens)
+    assert bool(external) is any((external.request_count, external.decode_context_tokens))
 
 
 def test_a_report_counts_until_it_is_old() -> None:
     core = core_of(1)
     (target,) = core.registry.get_targets("w0")
     core.record_engine_load("w0", [EngineLoad(30, 0)], [0], 1.0)
-    assert (target.external_load.running, target.total_request_count) == (30, 30)
+    assert (target.external_load.decode_requests, target.total_request_count) == (30, 30)
     core.record_engine_load("w0", [None], [0], 1.0 + REPORT_VALID_S)
-    assert target.external_load.running == 30
+    assert target.external_load.decode_requests == 30
     core.record_engine_load("w0", [None], [0], 1.1 + REPORT_VALID_S)
-    assert target.external_load is NO_EXTERNAL_LOAD
+    assert target.external_load is NO_PEER_LOAD
     assert target.total_request_count == 0
 
 
