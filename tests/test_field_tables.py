@@ -11,7 +11,7 @@ import pytest
 from router.decide.messages import RouteRequest, Terms
 
 HOW_TO = Path(__file__).resolve().parents[1] / "docs" / "how-to"
-OWN_FIELDS = {"similar_prompt", "length_keys"}
+OWN_FIELDS = {"similar_prompt"}
 """Fields of a request that the router alone reads. The page names them below its table."""
 
 

@@ -67,8 +67,6 @@ class RouteRequest(msgspec.Struct, eq=False):
     """API key or address of the client. The queue is fair among tenants."""
     share: float = 1.0
     """Weight of the tenant in the fair queue."""
-    length_keys: list[tuple[str, int | str | None]] | None = None
-    """Groups of requests with similar answers; computed and stored by router/decide/output_lengths.py."""
 
     def replace(self, **changes: Any) -> RouteRequest:
         """Return a copy with some fields changed."""

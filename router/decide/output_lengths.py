@@ -54,8 +54,7 @@ class OutputLengths:
 
     def estimate_length(self, request: RouteRequest) -> float:
         """Return the expected number of output tokens, at least 1 and within the bounds that the client sets."""
-        request.length_keys = request.length_keys or _list_groups(request)
-        tokens = self._blend_averages(request.length_keys)
+        tokens = self._blend_averages(_list_groups(request))
         if request.output_tokens_min > tokens:
             tokens = float(min(request.output_tokens_min, TOKENS_MAX))
         if 0 < request.output_tokens_max < tokens:
@@ -70,7 +69,7 @@ class OutputLengths:
         """
         if tokens < 1:
             return
-        groups = request.length_keys or _list_groups(request)
+        groups = _list_groups(request)
         growth_limit = _GROWTH_MAX * self._blend_averages(groups)
         capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
         for group in groups:
