@@ -102,7 +102,7 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
         value_by_field = {name: getattr(self, name) for name in field_names}
         times = StepTimes(**value_by_field, step_tokens=step_tokens, load_s_per_token=load_s)
-        return times.scale(time_scale)
+        return times.scale(time_scale, time_scale)
 
 
 class GpuPreset(NamedTuple):

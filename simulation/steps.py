@@ -8,7 +8,7 @@ One step computes at most `step_tokens` tokens: one for each decoding sequence, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -58,10 +58,13 @@ class StepTimes:
             step_count = (math.sqrt(linear * linear + 4.0 * growth * elapsed_s) - linear) / (2.0 * growth)
         return max(1, math.ceil(step_count + 1e-9))
 
-    def scale(self, factor: float) -> StepTimes:
-        """Return the times of an engine that is slower by a factor."""
-        scaled_values = {
-            field.name: getattr(self, field.name) * (factor if field.name.endswith(("_s", "_token")) else 1)
-            for field in fields(self)
-        }
-        return StepTimes(**scaled_values)
+    def scale(self, prefill_factor: float, step_factor: float) -> StepTimes:
+        """Return the times of an engine that takes longer for prefill by one factor, and for steps by another."""
+        return replace(
+            self,
+            prefill_s_per_token=prefill_factor * self.prefill_s_per_token,
+            load_s_per_token=prefill_factor * self.load_s_per_token,
+            step_s=step_factor * self.step_s,
+            decode_request_s=step_factor * self.decode_request_s,
+            decode_context_s=step_factor * self.decode_context_s,
+        )

@@ -140,9 +140,10 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
     blocks = options.cache_blocks or max(
         round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1
     )
+    factors = [options.slow_workers.get(i, 1.0) for i in range(setting.workers)]
     workers = [
-        WorkerConfig(options.service.scale(options.slow_workers.get(i, 1.0)), blocks, int(blocks * options.host_memory))
-        for i in range(setting.workers)
+        WorkerConfig(options.service.scale(factor, factor), blocks, int(blocks * options.host_memory))
+        for factor in factors
     ]
     link_times = LinkTimes(options.transfer_gb_s * 1e9 / KV_BYTES_PER_TOKEN) if options.transfer_gb_s else None
     return ClusterConfig(workers, speed, options.event_delay_s, limits=options.limits, link_times=link_times)

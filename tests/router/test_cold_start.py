@@ -30,7 +30,8 @@ ONE_PROMPT = ChatShape(
 def compute_mean_times(router: CoreRouter, worker_count: int, *, shortest_first: bool) -> tuple[float, float]:
     """Return the mean time to the first token and to the last one; more workers are slower, for the same load."""
     workload = generate_chat("one prompt", ONE_PROMPT, seed=1)
-    workers = [WorkerConfig(SLOW_STEPS.scale(worker_count / 8), 579)] * worker_count
+    slowness = worker_count / 8
+    workers = [WorkerConfig(SLOW_STEPS.scale(slowness, slowness), 579)] * worker_count
     config = ClusterConfig(workers, limits=EngineLimits(shortest_first=shortest_first))
     result = Cluster(config, workload, [router]).run()
     return statistics.fmean(result.ttft_s_by_request.values()), statistics.fmean(result.e2e_s_by_request.values())

@@ -541,7 +541,7 @@ def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     chat = sim.traces.ChatShape(40, 1000, 50, 100, 30.0, 300, 32)
     workload = sim.traces.generate_chat("terms", chat, seed=3)
     options = sim.runs.Options(
-        sim.grid.SERVICE.scale(2.0), sim.engine.EngineLimits(8, is_preemptive=True), skip=0, cache_blocks=250
+        sim.grid.SERVICE.scale(2.0, 2.0), sim.engine.EngineLimits(8, is_preemptive=True), skip=0, cache_blocks=250
     )
     setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
     full_result = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]

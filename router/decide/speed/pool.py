@@ -102,7 +102,7 @@ class PoolSpeed:
 
     def _update_model(self) -> bool:
         """Scale the prior by both ratios, unless the model stays within 2 %; return whether the model has changed."""
-        model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
+        model = self.prior.scale(self._prefill_ratio, self._step_ratio)
         if _is_near(model, self.model):
             return False
         self.model = model
@@ -149,17 +149,6 @@ def predict_times(model: StepTimes, observation: Observation) -> IntervalTimes:
     return IntervalTimes(observation.elapsed_s, model.prefill_s_per_token * work_tokens, step_s * observation.steps)
 
 
-def _scale_model(model: StepTimes, prefill_factor: float, step_factor: float) -> StepTimes:
-    """Return a model with the times of prefill and of steps multiplied by two factors."""
-    return replace(
-        model,
-        prefill_s_per_token=prefill_factor * model.prefill_s_per_token,
-        step_s=step_factor * model.step_s,
-        decode_request_s=step_factor * model.decode_request_s,
-        decode_context_s=step_factor * model.decode_context_s,
-    )
-
-
 def _is_near(model: StepTimes, other: StepTimes) -> bool:
     """Return whether two models differ by at most _MODEL_TOLERANCE in prefill and step times."""
     times = (model.prefill_s_per_token, model.step_s + model.decode_request_s)
@@ -195,7 +184,7 @@ class Speed:
 
     def refresh(self) -> None:
         """Recompute the rates in use after the pool's model or the factor has changed."""
-        service = _scale_model(self.pool.model, self.factor, self.factor)
+        service = self.pool.model.scale(self.factor, self.factor)
         self.set_step_times(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
 
     def set_step_times(self, service: StepTimes) -> None:
