@@ -75,8 +75,6 @@ class WorkerRegistry:
         """Ids of the workers that have a URL; None if all have one."""
         self._pools: dict[tuple[str, str | None], _Pool] = {}
         """(model, role) -> its pool, once it was needed."""
-        self._load_orders: dict[tuple[str, str | None], LoadOrder] = {}
-        """(model, role) -> the targets of its pool, ordered by load."""
         self._sources: dict[str, list[Target]] = {}
         """Model -> targets that may send their cached KV to other workers, once they were needed."""
         self._models: dict[str, ServedModel] | None = None
@@ -119,7 +117,6 @@ class WorkerRegistry:
         self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
         self._sources.clear()
-        self._load_orders.clear()
         self._tracker.load_orders.clear()
         self._models = None
 
@@ -269,11 +266,10 @@ class WorkerRegistry:
         is_small = len(candidates) < POOL_SIZE_MIN
         if is_small or candidates is not self._pools[pool_key].targets:
             return None
-        load_order = self._load_orders.get(pool_key)
+        load_order = self._tracker.load_orders.get(pool_key)
         if load_order is None:
             load_order = LoadOrder(candidates, self._tracker.cost, now, utilisation_decay)
-            self._load_orders[pool_key] = load_order
-            self._tracker.load_orders.append(load_order)  # the tracker reports changes of loads to it
+            self._tracker.load_orders[pool_key] = load_order
         load_order.update(now, utilisation_decay)
         return load_order
 

@@ -102,8 +102,8 @@ class LoadTracker:
         """Load by other routers' requests: by router, then by name of the target."""
         self.changed_targets: set[str] = set()
         """Names of targets to which this router's load has changed since it was last reported to the other routers."""
-        self.load_orders: list[LoadOrder] = []
-        """Targets sorted by price. Each order is told of every target when its load changes."""
+        self.load_orders: dict[tuple[str, str | None], LoadOrder] = {}
+        """(model, role) -> targets of its pool sorted by price. Each order is told of every target whose load changes."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
@@ -319,7 +319,7 @@ class LoadTracker:
     def _mark_changed(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
             self.changed_targets.add(target.name)
-            for order in self.load_orders:
+            for order in self.load_orders.values():
                 order.mark_changed(target)
 
     def advance(self, now: float) -> None:
@@ -415,7 +415,7 @@ class LoadTracker:
             target.load.utilisation_scaled *= decay
             target.load.arrivals_scaled *= decay
         self._epoch_s = now
-        for order in self.load_orders:
+        for order in self.load_orders.values():
             order.rebuild(now, utilisation_decay=1.0)
         return self._epoch_s
 
@@ -614,7 +614,7 @@ class LoadTracker:
             loads.append(target.external_load)
         target.peer_load = merge_peer_loads(loads, target.speed.prefill_rate)
         target.recompute()
-        for order in self.load_orders:
+        for order in self.load_orders.values():
             order.mark_changed(target)
 
     def check_invariants(self, in_flight_requests: Collection[InFlightRequest]) -> None:

@@ -189,7 +189,7 @@ def test_the_order_follows_transfers() -> None:
     """A request delays the prompts whose KV is on its way."""
     core, rng = fleet(60, cached_by=0)
     core.route(make_request("first", 1, rng), 0.01)
-    (order,) = core.tracker.load_orders
+    (order,) = core.tracker.load_orders.values()
     source, target = list(core.tracker.targets.values())[-2:]
     transfer = Transfer(TransferKind.PULL, source.name, None, 900, 0.5)
     candidate = Candidate(target, plan=TransferPlan(transfer, source, 900, 0.5))
@@ -205,7 +205,7 @@ def test_the_order_follows_transfers() -> None:
 def test_the_order_follows_loads_peers_and_time() -> None:
     core, rng = fleet(60, cached_by=30)
     core.route(make_request("first", 1, rng), 0.01)
-    (order,) = core.tracker.load_orders
+    (order,) = core.tracker.load_orders.values()
     order.check_invariants()
     core.tracker.set_peer_loads("other", {"w7": PeerLoad(9.0, 1, utilisation=0.5)})
     core.abort_request("bg5", 0.02)
@@ -226,9 +226,9 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     sort_keys = [key for key, _ in order._sorted_holders]
     assert sort_keys == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)
-    assert core.tracker.load_orders == []
+    assert core.tracker.load_orders == {}
     core.route(make_request("third", 1, rng), now)
-    assert len(core.tracker.load_orders[0].targets) == 59
+    assert [len(order.targets) for order in core.tracker.load_orders.values()] == [59]
 
 
 def test_workers_without_room_in_their_kv_memory_do_not_fill_the_shortlist() -> None:
@@ -260,4 +260,4 @@ def test_a_part_of_a_pool_is_priced_whole() -> None:
     placement = core.route(make_request("r", 1, rng, worker="w59"), 0.01)
     assert isinstance(placement, Forward)
     assert placement.decision.worker == "w59"
-    assert core.tracker.load_orders == [] or placement.decision.worker == "w59"
+    assert core.tracker.load_orders == {} or placement.decision.worker == "w59"
