@@ -18,6 +18,7 @@ import msgspec
 
 from options.bounded_dict import BoundedDict
 from router.decide.config import CoreConfig
+from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
@@ -81,7 +82,7 @@ class CacheState:
         if spec.cache_tokens is not None:
             capacity.kv_tokens = spec.cache_tokens // spec.ranks
         capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
-        capacity.set_reported_max_num_seqs(spec.max_num_seqs)
+        capacity.max_num_seqs = spec.max_num_seqs or MAX_NUM_SEQS_PRIOR
         target.set_step_tokens(spec.step_tokens)
         target.recompute_decode_load()
         if queue.is_shortest_first is not spec.is_shortest_first:

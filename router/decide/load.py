@@ -7,20 +7,14 @@ the price reads.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 MAX_NUM_SEQS_PRIOR: Final = 256
 """Assumed `max_num_seqs` of an engine that does not report it; vLLM's default."""
 REMAINING_TOKENS_PRIOR: Final = 256.0
 """Tokens that a request is expected to generate on a target to which this router sent none yet."""
-SLOT_WAIT_RATIO: Final = 4.0
-"""A first token later than this multiple of its prediction suggests that all sequence slots were taken."""
-SLOT_VOTES: Final = 8
-"""Number of successive guesses at the number of slots that must agree."""
-
 REPORT_VALID_S: Final = 15.0
 """Age after which an engine's report of its load is ignored."""
 USAGE_TOLERANCE: Final = 0.05
@@ -38,38 +32,7 @@ class Capacity:
     host_tokens: int = 0
     """Tokens that the KV cache in host memory holds besides."""
     max_num_seqs: int = MAX_NUM_SEQS_PRIOR
-    """Number of slots: reported by the worker, else learned, else the prior."""
-    has_reported_max_num_seqs: bool = False
-    _slot_count_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
-    """Latest guesses at the number of slots: how many requests decoded when another one had waited for a slot."""
-
-    def set_reported_max_num_seqs(self, max_num_seqs: int | None) -> None:
-        """Set the number of slots that the worker reports; None: it reports none, and the number is learned."""
-        if max_num_seqs is not None or self.has_reported_max_num_seqs:
-            self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS_PRIOR
-        self.has_reported_max_num_seqs = max_num_seqs is not None
-
-    def learn_max_num_seqs(self, decode_request_count: int, *, has_waited_for_slot: bool) -> None:
-        """Learn the number of slots from a request that gets its first token, unless the worker reports the number.
-
-        `decode_request_count`: requests past their first token, with this one. `has_waited_for_slot`: all slots seem
-        to have been taken before, as the request waited far longer than predicted and began when another one ended.
-        Then the count is a guess at the number of slots. It is adopted when SLOT_VOTES guesses in a row agree.
-        """
-        if self.has_reported_max_num_seqs:
-            return
-        votes = self._slot_count_votes
-        if decode_request_count > self.max_num_seqs:  # the learned number is too low
-            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * decode_request_count)
-            votes.clear()
-        if not has_waited_for_slot:
-            return
-        votes.append(decode_request_count)
-        highest_vote = max(votes)
-        vote_tolerance = max(1, highest_vote // 32)
-        do_votes_agree = highest_vote - min(votes) <= vote_tolerance
-        if len(votes) == SLOT_VOTES and do_votes_agree:
-            self.max_num_seqs = highest_vote
+    """Number of slots: reported by the worker, else the prior."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,6 @@ import msgspec
 
 from router.decide.load import (
     NO_PEER_LOAD,
-    SLOT_WAIT_RATIO,
     Capacity,
     EngineLoad,
     Load,
@@ -102,9 +101,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Target that sends KV of the prompt; None: no KV comes from elsewhere."""
     on_arrival: Callable[[InFlightRequest], None] | None = None
     """Called with the request when the KV has come, or is no longer expected, unless the target was removed."""
-    expected_ttft_s: float = 0.0
-    """Time to its first token without a wait for a sequence slot, as predicted when the request was sent; set by the
-    tracker."""
     prefill_done_s: float = 0.0
     """Part of `prefill_s` that was computed before other requests went first."""
     phase: RequestPhase = RequestPhase.PREFILL
@@ -499,12 +495,6 @@ class Target:
         """Return the time that the steps of an answer add to those of other requests."""
         speed = self.speed
         return output_tokens * (speed.decode_request_s + speed.decode_context_s * (prompt_tokens + 0.5 * output_tokens))
-
-    def learn_max_num_seqs(self, waited_s: float, expected_s: float, now: float) -> None:
-        """Learn the number of sequence slots from a first token that came after `waited_s`."""
-        is_late = waited_s > SLOT_WAIT_RATIO * expected_s + 1.0
-        follows_end = now - self.load.last_request_end_s < 0.1 + 3.0 * self.step_s
-        self.capacity.learn_max_num_seqs(self.load.decode_request_count, has_waited_for_slot=is_late and follows_end)
 
     def estimate_drain_s(self, share: float) -> float:
         """Return the time until a share, at most 1, of the requests here has ended."""

@@ -103,7 +103,7 @@ class LoadTracker:
         self.changed_targets: set[str] = set()
         """Names of targets to which this router's load has changed since it was last reported to the other routers."""
         self.load_orders: dict[tuple[str, str | None], LoadOrder] = {}
-        """(model, role) -> targets of its pool sorted by price. Each order is told of every target whose load changes."""
+        """(model, role) -> targets of its pool sorted by price. An order is told of each target whose load changes."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
@@ -158,7 +158,8 @@ class LoadTracker:
             send_index=queue.next_send_index,
             source=plan.source if plan else None,
         )
-        self._predict_first_token(request, candidate, now)
+        if not is_streaming:
+            self._estimated_first_tokens.add(now + _predict_ttft_s(request, candidate, now), request)
         self._mark_changed(target)
         if plan is None:
             queue.add(request, find_awaited_request(candidate))
@@ -171,16 +172,6 @@ class LoadTracker:
         self._add_utilisation(target, request.prefill_s, now, arrivals=1)
         return request
 
-    def _predict_first_token(self, request: InFlightRequest, candidate: Candidate, now: float) -> None:
-        """Set the expected time to the first token of a new request. If it does not stream, it decodes from then on."""
-        slowdown, arrival_s = request.target.slowdown, candidate.plan.arrival_s if candidate.plan else 0.0
-        queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
-        # The target computes earlier prompts while KV comes from another worker, so the longer of the two waits counts.
-        wait_s = max(arrival_s, slowdown * queue_s)
-        request.expected_ttft_s = wait_s + slowdown * request.prefill_s
-        if not request.is_streaming:
-            self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
-
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
         """Record the first token of a request; return False if it was recorded before."""
         if not request.has_no_first_token:
@@ -190,7 +181,6 @@ class LoadTracker:
         self._start_decode(request, now)
         if not request.target.prefill_queue.requests:  # no later step can extend the interval
             self.close_interval(request.target)
-        request.target.learn_max_num_seqs(now - request.sent_at_s, request.expected_ttft_s, now)
         return True
 
     def record_progress(self, request: InFlightRequest, output_tokens: int, at_s: float | None = None) -> None:
@@ -629,6 +619,14 @@ class LoadTracker:
             _check_counts(target, requests)
             _check_prefill_queue(target, requests)
             _check_derived_values(target)
+
+
+def _predict_ttft_s(request: InFlightRequest, candidate: Candidate, now: float) -> float:
+    """Return the expected time to the first token of a new request, without a wait for a sequence slot."""
+    slowdown, arrival_s = request.target.slowdown, candidate.plan.arrival_s if candidate.plan else 0.0
+    queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
+    # The target computes earlier prompts while KV comes from another worker, so the longer of the two waits counts.
+    return max(arrival_s, slowdown * queue_s) + slowdown * request.prefill_s
 
 
 def _check_counts(target: Target, requests: Collection[InFlightRequest]) -> None:

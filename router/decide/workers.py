@@ -122,7 +122,7 @@ class WorkerSpec:
     host_tokens: int | None = None
     """Advertised capacity of the KV cache in host memory, which the events include; None if unknown."""
     max_num_seqs: int | None = None
-    """Sequences that each rank runs at once; None if unknown, so that it is learned."""
+    """Sequences that each rank runs at once; None if unknown, so that 256 are assumed."""
     step_tokens: int | None = None
     """Most tokens of one step of a rank; None if unknown, so that it is taken from the configuration."""
     block_size: int | None = None

@@ -105,7 +105,7 @@ def test_a_retry_is_not_taken_to_be_as_far_as_the_attempt_that_failed() -> None:
     """Answers that do not stream: the first token of each attempt is estimated from when that attempt began."""
     core, _ = make_core()
     core.route(request("r", list(range(10_000)), is_streaming=False), 0.0)
-    prefill_s = core.get_attempts()["r"].in_flight.expected_ttft_s
+    prefill_s = core.get_attempts()["r"].decision.predicted_ttft_s
     core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.9 * prefill_s)
     core.tick(1.1 * prefill_s)
     assert core.get_attempts()["r"].in_flight.phase is RequestPhase.PREFILL
@@ -474,7 +474,7 @@ def test_sizes_that_a_worker_tells_later_replace_the_earlier_ones() -> None:
     assert capacity.max_num_seqs == 8
     spec = dataclasses.replace(core.workers["a"].spec, cache_tokens=64 * 10, max_num_seqs=None)
     core.add_worker(spec, 0.0)
-    assert (capacity.max_num_seqs, capacity.has_reported_max_num_seqs) == (MAX_NUM_SEQS_PRIOR, False)
+    assert capacity.max_num_seqs == MAX_NUM_SEQS_PRIOR
     prompt = list(range(64 * 30 + 1))
     core.route(request("r0", prompt), 0.0)
     core.finish_request("r0", None, 1.0)

@@ -322,11 +322,10 @@ def serve(core: RouterCore, seats: dict[str, int], count: int, gap_s: float, ans
 
 @pytest.mark.parametrize("is_limit_known", [True, False])
 def test_nobody_waits_for_a_seat_while_another_worker_has_one(is_limit_known: bool) -> None:
-    """One of four workers runs only 8 sequences at once. Untold, the router finds out by who had to wait."""
+    """One of four workers runs only 8 sequences at once. Untold, the router sees the prompts that wait there."""
     core, seats = pool(4), {"w0": 8, "w1": 64, "w2": 64, "w3": 64}
     if is_limit_known:
         model = (ServedModel("m", "m"),)
         core.add_worker(WorkerSpec("w0", "http://w0", models=model, max_num_seqs=8), 0.0)
     waits = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
-    assert core.tracker.targets["w0"].capacity.max_num_seqs == 8
     assert sum(waits.values()) <= 5, waits

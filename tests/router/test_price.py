@@ -151,7 +151,7 @@ def test_the_price_is_its_six_parts_written_out(
     target.speed.factor = speed_factor
     target.speed.refresh()
     target.capacity.kv_tokens = CAPACITY_TOKENS
-    target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = slots, True
+    target.capacity.max_num_seqs = slots
     target.recompute_decode_load()
     in_flight = [
         tracker.add_request(

@@ -102,14 +102,15 @@ def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> N
     assert wait_s(resident_tokens=2000) == 0.0, "the prefix is there: the short rest overtakes"
     assert wait_s(resident_tokens=512) == pytest.approx(first_s - 0.1, rel=0.1)
     candidate = Candidate(target, 2000, resident_tokens=0)
+    own_s = target.estimate_prefill_s(2050, 2000)
+    ttft_s = price_worker(candidate, request, CostConfig()).ttft_s
+    assert ttft_s == pytest.approx(target.slowdown * (first_s - 0.1 + own_s), rel=0.1)
     second, third = (
         tracker.add_request(
             target, prompt_tokens=2050, cached_tokens=2000, is_streaming=True, now=0.1, candidate=candidate
         )
         for _ in range(2)
     )
-    own_s = target.estimate_prefill_s(2050, 2000)
-    assert second.expected_ttft_s == pytest.approx(target.slowdown * (first_s - 0.1 + own_s), rel=0.1)
     assert wait_s(resident_tokens=0) == pytest.approx(first_s - 0.1 + 2 * own_s, rel=0.1)
     assert target.compute_overdue_ratio(0.1) < 0.6, "it is the first prompt that is being computed"
     tracker.record_first_token(first, 0.25)
