@@ -10,11 +10,9 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -31,8 +29,8 @@ from router.decide.workers import NO_TRANSFERS
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
 from simulation.steps import StepTimes
 
-_SORTED_PREFILLS_MAX: Final = 128
-"""Prompts, the oldest first, that are sorted by their remaining prefill; a longer queue is extrapolated from these."""
+_EXAMINED_PREFILLS_MAX: Final = 128
+"""Prompts, the oldest first, that are compared with a new one; a longer queue is extrapolated from these."""
 OVERDUE_SHARE: Final = 0.2
 """An overdue prefill is assumed to take this share of its time so far once more."""
 _REMAINING_SHARE_MIN: Final = 0.05
@@ -95,8 +93,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """When the request was sent or, if KV had to come from another target, when that KV had come."""
     prefill_s: float
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
-    send_index: int
-    """Number of requests that were sent to the target before."""
     source: Target | None = None
     """Target that sends KV of the prompt; None: no KV comes from elsewhere."""
     on_arrival: Callable[[InFlightRequest], None] | None = None
@@ -137,64 +133,14 @@ class InFlightRequest(msgspec.Struct, eq=False):
         return max(self.prefill_s - self.prefill_done_s, _REMAINING_SHARE_MIN * self.prefill_s)
 
 
-class ShortestFirstOrder:
-    """Order in which an engine computes waiting prompts, if the one with the least remaining prefill goes first.
+class PrefillPlace(NamedTuple):
+    """Place of a prompt in the order of an engine that computes the shortest prompt first."""
 
-    But a prompt that reuses a prefix which another waiting prompt computes goes after that one. So the sort key of a
-    prompt, its *order seconds*, is its remaining prefill time, or the order seconds of the prompt that it waits for if
-    those are more. Only the oldest `_SORTED_PREFILLS_MAX` prompts are sorted.
-    """
-
-    def __init__(self, awaited_by_request: Mapping[InFlightRequest, InFlightRequest | None]) -> None:
-        """Sort the waiting prompts, given from the oldest on, each with the prompt that it waits for, or None."""
-        order_s_by_request: dict[InFlightRequest, float] = {}
-        for request, awaited_request in itertools.islice(awaited_by_request.items(), _SORTED_PREFILLS_MAX):
-            order_s = request.estimate_remaining_prefill_s()
-            if awaited_request in order_s_by_request:  # else there is none, or it has computed the prefix
-                order_s = max(order_s, order_s_by_request[awaited_request])
-            order_s_by_request[request] = order_s
-
-        self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
-        """Order seconds of each sorted prompt, ascending."""
-        self.sorted_order_s = list(self.order_s_by_request.values())
-        remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, self.order_s_by_request)
-        self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
-        """Sums of the remaining prefill seconds of the first 0, 1, 2 ... prompts."""
-        self.shortest_request = next(iter(self.order_s_by_request), None)
-        """The prompt that the engine computes now; None if none waits."""
-        self.shortest_remaining_s = self.cumulative_remaining_s[1] if order_s_by_request else 0.0
-        """Remaining prefill seconds of `shortest_request`."""
-        self.waiting_per_sorted = len(awaited_by_request) / max(len(self.sorted_order_s), 1)
-        """Number of waiting prompts for each sorted one: 1.0 unless the queue is long."""
-
-    def estimate_total_s(self, queued_prefill_s: float) -> float:
-        """Return the remaining prefill of all prompts. `queued_prefill_s`: sum of their prefills without progress."""
-        total_s = self.cumulative_remaining_s[-1]
-        if self.waiting_per_sorted > 1.0:
-            total_s += max(0.0, queued_prefill_s - sum(request.prefill_s for request in self.order_s_by_request))
-        return total_s
-
-    def estimate_wait(self, order_s: float, shortest_progress_s: float) -> tuple[float, int]:
-        """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
-
-        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
-        `order_s`: sort key of the new prompt. `shortest_progress_s`: seconds of the shortest prompt that the engine has
-        computed since this order was made.
-        """
-        if not self.sorted_order_s:
-            return 0.0, 0
-        # Of the prompts after the shortest one, those before index `end` are computed before the new prompt.
-        end = bisect_right(self.sorted_order_s, order_s, lo=1)
-        wait_s = (self.cumulative_remaining_s[end] - self.shortest_remaining_s) * self.waiting_per_sorted
-        overtaken_count = round((len(self.sorted_order_s) - end) * self.waiting_per_sorted)
-        # The engine is computing the shortest prompt, so only the rest of it is compared with the new prompt.
-        shortest_rest_s = self.shortest_remaining_s - shortest_progress_s
-        if shortest_rest_s <= order_s:
-            return wait_s + max(shortest_rest_s, 0.0), overtaken_count
-        return wait_s, overtaken_count + 1
-
-
-_NO_ORDER: Final = ShortestFirstOrder({})
+    order_s: float
+    """Seconds by which the engine orders the prompt: those that remain of its prefill, or those of the prompt that
+    computes its prefix, if these are more, as it cannot go before."""
+    remaining_s: float
+    """Seconds that remain of its prefill."""
 
 
 @dataclass(slots=True, eq=False)
@@ -210,10 +156,6 @@ class PrefillQueue:
     """Prefill seconds of the requests that wait for KV on its way here. They join `requests` when it has come."""
     oldest_since_s: float = -math.inf
     """When the target could begin with its oldest request: at the last first token or end of an earlier request."""
-    next_send_index: int = 0
-    """Number of requests that were ever sent to the target."""
-    last_answered_send_index: int = -1
-    """Highest `send_index` of a request that has its first token."""
     total_prefill_s: float = 0.0
     """Prefill seconds of all prompts here, other routers' included; Q without the progress of the current prefill."""
     busy_since_s: float = 0.0
@@ -223,11 +165,15 @@ class PrefillQueue:
     oldest_prefill_s: float = 0.0
     """Seconds of the current prefill: of the oldest prompt, or of the shortest with `is_shortest_first`."""
     is_shortest_first: bool = False
-    """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
-    order: ShortestFirstOrder = _NO_ORDER
-    """Order of the requests with `is_shortest_first`, else empty."""
+    """Whether the engine computes the shortest prompt first, else the oldest prompt."""
+    current_request: InFlightRequest | None = None
+    """Request of this router that the engine computes now: the oldest, or the shortest with `is_shortest_first`."""
+    places: dict[InFlightRequest, PrefillPlace] = field(default_factory=dict)
+    """Places of the oldest requests in the engine's order with `is_shortest_first`, else empty."""
     progress_recorded_at_s: float = -math.inf
     """Time up to which requests have their progress in `prefill_done_s`."""
+    last_answered_sent_at_s: float = -math.inf
+    """Latest `sent_at_s` of a request that has its first token."""
 
     def get_oldest(self) -> InFlightRequest | None:
         """Return the request that was sent first."""
@@ -236,16 +182,15 @@ class PrefillQueue:
     def find_request_with_prefix(self, prefix_tokens: int) -> InFlightRequest | None:
         """Return the request here that computes a prefix of so many tokens; always None if the oldest goes first.
 
-        The prompts are not compared: of several that are long enough, the first in the order is taken.
+        The prompts are not compared: of several that are long enough, the first in the engine's order is taken.
         """
-        for request in self.order.order_s_by_request:
-            if request.cached_tokens < prefix_tokens <= request.prompt_tokens:
-                return request
-        return None
+        long_requests = [
+            request for request in self.places if request.cached_tokens < prefix_tokens <= request.prompt_tokens
+        ]
+        return min(long_requests, key=lambda request: self.places[request].order_s, default=None)
 
     def add(self, request: InFlightRequest, awaited_request: InFlightRequest | None = None) -> None:
         """Add a request that was sent to the target. It waits for a prefix that `awaited_request` computes."""
-        self.next_send_index += 1
         self.requests[request] = awaited_request
         self.own_prefill_s += request.prefill_s
 
@@ -264,8 +209,8 @@ class PrefillQueue:
         """
         if not self.is_shortest_first:
             return self.get_oldest() is request
-        is_in_turn = request.send_index > self.last_answered_send_index
-        self.last_answered_send_index = max(request.send_index, self.last_answered_send_index)
+        is_in_turn = request.sent_at_s >= self.last_answered_sent_at_s
+        self.last_answered_sent_at_s = max(request.sent_at_s, self.last_answered_sent_at_s)
         return is_in_turn
 
     def reprice(self, speed: Speed) -> None:
@@ -275,13 +220,10 @@ class PrefillQueue:
         self.own_prefill_s = sum(request.prefill_s for request in self.requests)
 
     def record_progress(self, slowdown: float, now: float) -> None:
-        """Note the progress of the shortest prompt, before a change of the queue may put another prompt first."""
-        shortest_request = self.order.shortest_request
-        if shortest_request is not None:
-            done_s = (now - self.busy_since_s) / slowdown
-            if done_s > 0.0:
-                shortest_request.prefill_done_s += done_s
-        self.progress_recorded_at_s = now
+        """Note the progress of the current prompt, before a change of the queue may put a shorter one first."""
+        if self.is_shortest_first and self.current_request is not None:
+            self.current_request.prefill_done_s += max(now - self.busy_since_s, 0.0) / slowdown
+            self.progress_recorded_at_s = now
 
     def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
         """Recompute the total prefill of the queue, and which prompt the engine computes now, after the queue changed.
@@ -289,11 +231,15 @@ class PrefillQueue:
         `peer_load`: prompts that other routers sent to the engine; the oldest of them is computed now if it was sent
         before this router's. `step_prefill_s`: seconds that the prefill in one full step of the engine takes.
         """
-        self.order, self.total_prefill_s = _NO_ORDER, self.own_prefill_s
-        if self.is_shortest_first:
-            self.order = ShortestFirstOrder(self.requests)
-            self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
-        current_prefill_s, current_since_s = self._find_current_prefill()
+        self.places = self._find_places() if self.is_shortest_first else {}
+        self.current_request = min(
+            self.places, key=lambda request: self.places[request].order_s, default=self.get_oldest()
+        )
+        done_s = sum(request.prefill_s - place.remaining_s for request, place in self.places.items())
+        self.total_prefill_s, current_prefill_s, current_since_s = self.own_prefill_s - done_s, 0.0, math.inf
+        if self.current_request is not None:
+            current_prefill_s = self.current_request.estimate_remaining_prefill_s()
+            current_since_s = max(self.current_request.sent_at_s, self.progress_recorded_at_s)
         if peer_load.prefill_s > 0.0:
             self.total_prefill_s += peer_load.prefill_s
             if peer_load.oldest_sent_at_s < current_since_s:
@@ -302,17 +248,32 @@ class PrefillQueue:
         self.fixed_step_share = max(0.0, 1.0 - current_prefill_s / step_prefill_s)
         self.oldest_prefill_s = min(current_prefill_s, self.total_prefill_s)
 
-    def _find_current_prefill(self) -> tuple[float, float]:
-        """Return the prefill seconds of this router's prompt that the engine computes, and since when they are left.
+    def _find_places(self) -> dict[InFlightRequest, PrefillPlace]:
+        """Return the places of the oldest requests at an engine that computes the shortest prompt first."""
+        places: dict[InFlightRequest, PrefillPlace] = {}
+        for request, awaited_request in itertools.islice(self.requests.items(), _EXAMINED_PREFILLS_MAX):
+            remaining_s = order_s = request.estimate_remaining_prefill_s()
+            if awaited_request in places:  # else there is none, or it has computed the prefix
+                order_s = max(order_s, places[awaited_request].order_s)
+            places[request] = PrefillPlace(order_s, remaining_s)
+        return places
 
-        Without a prompt, these are zero and infinity.
+    def estimate_shortest_first_wait(self, order_s: float, progress_s: float) -> tuple[float, int]:
+        """Return the wait of a new prompt in seconds, and the number of this router's prompts that it overtakes.
+
+        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
+        `order_s`: seconds by which the engine orders the new prompt. `progress_s`: seconds of the current prompt that
+        it has computed; only the rest of that prompt is compared with the new one.
         """
-        oldest_request = self.get_oldest()
-        if oldest_request is None:
-            return 0.0, math.inf
-        if self.is_shortest_first:
-            return self.order.shortest_remaining_s, self.progress_recorded_at_s
-        return oldest_request.prefill_s, oldest_request.sent_at_s
+        wait_s, overtaken_count = 0.0, 0
+        for request, place in self.places.items():
+            done_s = progress_s if request is self.current_request else 0.0
+            if place.order_s - done_s <= order_s:
+                wait_s += max(place.remaining_s - done_s, 0.0)
+            else:
+                overtaken_count += 1
+        waiting_per_examined = len(self.requests) / max(len(self.places), 1)
+        return wait_s * waiting_per_examined, round(overtaken_count * waiting_per_examined)
 
 
 class Target:
@@ -458,9 +419,8 @@ class Target:
         # The new prompt's sort key: prompts with at most this much remaining prefill are computed before.
         order_s = prefill_s
         if awaited_request is not None:
-            order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
-        current_progress_s = queue.total_prefill_s - queued_s
-        wait_s, overtaken_count = queue.order.estimate_wait(order_s, current_progress_s)
+            order_s = max(order_s, queue.places[awaited_request].order_s)
+        wait_s, overtaken_count = queue.estimate_shortest_first_wait(order_s, queue.total_prefill_s - queued_s)
         # Of prompts of other routers, and of those that wait for KV from another worker, only the sum is known. Each is
         # assumed to have the mean length.
         peer_prompts = (peer_load.prefill_s, peer_load.prefill_requests)

@@ -142,7 +142,6 @@ class LoadTracker:
         """
         candidate = candidate or Candidate(target)
         plan, queue, load = candidate.plan, target.prefill_queue, target.load
-        queue.record_progress(target.slowdown, now)
         tier_load_s = candidate.tier_load_s
         if tier_load_s:
             tier_load_s /= target.speed.tier_load.get(now)  # without the learned factor
@@ -155,12 +154,12 @@ class LoadTracker:
             tier_load_s=tier_load_s,
             sent_at_s=now,
             prefill_s=target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
-            send_index=queue.next_send_index,
             source=plan.source if plan else None,
         )
         if not is_streaming:
             self._estimated_first_tokens.add(now + _predict_ttft_s(request, candidate, now), request)
         self._mark_changed(target)
+        queue.record_progress(target.slowdown, now)
         if plan is None:
             queue.add(request, find_awaited_request(candidate))
         else:
@@ -277,7 +276,6 @@ class LoadTracker:
                 queue.arriving_prefill_s = 0.0  # exactly, so that rounding never accumulates
         request.phase = RequestPhase.PREFILL
         request.sent_at_s = now
-        request.send_index = queue.next_send_index
         queue.record_progress(target.slowdown, now)
         queue.add(request)
         if request.on_arrival is not None and self.targets.get(target.name) is target:

@@ -114,7 +114,7 @@ def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> N
     assert wait_s(resident_tokens=0) == pytest.approx(first_s - 0.1 + 2 * own_s, rel=0.1)
     assert target.compute_overdue_ratio(0.1) < 0.6, "it is the first prompt that is being computed"
     tracker.record_first_token(first, 0.25)
-    assert target.prefill_queue.order.sorted_order_s == pytest.approx([own_s, own_s])
+    assert [place.order_s for place in target.prefill_queue.places.values()] == pytest.approx([own_s, own_s])
     tracker.check_invariants([first, second, third])
 
 
@@ -127,7 +127,7 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         for tokens in sizes
     ]
     assert target.estimate_queue_s(0.0) == pytest.approx(target.prefill_queue.own_prefill_s)
-    assert len(target.prefill_queue.order.sorted_order_s) == 128
+    assert len(target.prefill_queue.places) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
         own_s = target.estimate_prefill_s(prompt_tokens, 0)
         before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, None, target.estimate_queue_s(0.0))
@@ -165,9 +165,9 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         assert target.estimate_queue_s(now) >= 0.0
         if target.prefill_queue.is_shortest_first:
             flights = target.prefill_queue.requests
-            assert target.prefill_queue.order.sorted_order_s == sorted(
-                flight.estimate_remaining_prefill_s() for flight in flights
-            )
+            assert target.prefill_queue.places == {
+                flight: (flight.estimate_remaining_prefill_s(),) * 2 for flight in flights
+            }
             assert all(
                 0.05 * f.prefill_s <= f.estimate_remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights
             )
@@ -181,9 +181,9 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     assert (
         target.load.request_count,
         target.prefill_queue.own_prefill_s,
-        target.prefill_queue.order.sorted_order_s,
+        target.prefill_queue.places,
         target.prefill_queue.total_prefill_s,
-    ) == (0, 0.0, [], 0.0)
+    ) == (0, 0.0, {}, 0.0)
 
 
 def test_what_was_done_before_another_went_first_is_remembered() -> None:
@@ -192,7 +192,7 @@ def test_what_was_done_before_another_went_first_is_remembered() -> None:
     p = target.estimate_prefill_s(40_000, 0)
     short = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=3.0)
     tracker.record_first_token(short, 3.2)
-    assert target.prefill_queue.order.sorted_order_s == [pytest.approx(p - 3.0, rel=0.1)]
+    assert [place.order_s for place in target.prefill_queue.places.values()] == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:
