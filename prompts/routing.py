@@ -153,7 +153,8 @@ def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingReq
     messages = _as_objects(get("messages"))
     template_kwargs = get("chat_template_kwargs")
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
-    logprob_count = _as_int(get("top_logprobs", 0) if messages else get("logprobs"))
+    is_chat = kind == "chat" or bool(messages)
+    logprob_count = _as_int(get("top_logprobs", 0) if is_chat else get("logprobs"))
     echoes_with_logprobs = _as_bool(get("echo")) is True and logprob_count is not None
     return RoutingRequest(
         kind=kind,
@@ -177,8 +178,8 @@ def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingReq
         user=_as_string(get("user")),
         prompt_cache_key=_as_string(get("prompt_cache_key")),
         metadata_user_id=_read_user_id(get("metadata")),
-        scores_prompt=get("prompt_logprobs") is not None or (echoes_with_logprobs and not messages),
-        echoes_chat=echoes_with_logprobs and bool(messages),
+        scores_prompt=get("prompt_logprobs") is not None or (echoes_with_logprobs and not is_chat),
+        echoes_chat=echoes_with_logprobs and is_chat,
         has_media=has_media(messages),
     )
 

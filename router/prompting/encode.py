@@ -78,7 +78,8 @@ def is_within_bounds(body: bytes) -> bool:
 
 _SMALL_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata", "truncate_prompt_tokens",
-    "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
+    "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "echo",
+    "top_logprobs",
 )  # fmt: skip
 """Fields that `read_large_request` decodes."""
 _json_decoder = msgspec.json.Decoder()
@@ -280,9 +281,8 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     def decode_field(name: str) -> Any:
         return _decode_small_value(raw_value_by_field.get(name))
 
-    fields = {name: decode_field(name) for name in _SMALL_FIELDS}
-    if fields["max_tokens"] is None:
-        fields["max_tokens"] = decode_field("max_output_tokens")  # its name in the Responses API
+    fields = {name: decode_field(name) for name in _SMALL_FIELDS if name in raw_value_by_field}
+    fields.setdefault("max_tokens", decode_field("max_output_tokens"))  # its name in the Responses API
     if kind is None:
         first_character = bytes(memoryview(raw_value_by_field.get("messages", b""))[:1])
         has_message_list = first_character == b"["

@@ -366,6 +366,17 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
     assert max(turns) <= BYTES_PER_TURN
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_logprobs": 2}, {"top_logprobs": None}, {"echo": False}])
+def test_a_large_chat_that_wants_logprobs_of_its_prompt_is_known_as_a_small_one(fields: dict[str, Any]) -> None:
+    """vLLM reuses no cached block for it, so none must be predicted."""
+    messages = [{"role": "user", "content": WORDS}]
+    body = json.dumps({"messages": messages, "echo": True, "logprobs": True, **fields}).encode()
+    small_request = parse_routing("/v1/chat/completions", body)
+    for kind in ("chat", None):
+        assert read_large_request(body, kind).echoes_chat is small_request.echoes_chat
+    assert small_request.echoes_chat is (fields in ({}, {"top_logprobs": 2}))
+
+
 def test_long_names_are_cut() -> None:
     """What nobody is called is not carried about."""
     body = b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500)
