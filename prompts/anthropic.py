@@ -39,10 +39,7 @@ BLOCK_TYPES = (
 """Types of blocks, without those of tools that Anthropic's servers run."""
 _SERVER_TOOL_PREFIXES = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 """Prefixes of the types of tools that Anthropic's servers run."""
-Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
-ChoiceType = Literal["auto", "any", "tool", "none"]
-ThinkingType = Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class MessageBlock(Struct, frozen=True, kw_only=True):
@@ -71,7 +68,7 @@ class MessageBlock(Struct, frozen=True, kw_only=True):
 class MessageTurn(Struct, frozen=True):
     """One message: what one side says in its turn."""
 
-    role: Role
+    role: Literal["user", "assistant", "system"]
     content: str | list[MessageBlock]
 
     @property
@@ -90,13 +87,13 @@ class MessagesTool(Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    type: ChoiceType
+    type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Struct, frozen=True):
-    type: ThinkingType
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1024, le=COUNT_MAX)] | None = None
 
 

@@ -74,9 +74,7 @@ class _CompiledTemplate:
         return text
 
 
-@lru_cache(maxsize=64)
-def _compile_template(source: str) -> _CompiledTemplate:
-    return _CompiledTemplate(source)
+_compile_template = lru_cache(maxsize=64)(_CompiledTemplate)
 
 
 @lru_cache(maxsize=64)

