@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from options import ConfigError
 from router.decide.messages import Decision, Terms
 from router.edge.request_context import PrefillTimes, RequestContext, RequestSpan
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
-
-
-class _Trace(NamedTuple):
-    """OpenTelemetry trace of one request, to which spans of its parts are added."""
-
-    tracer: Any
-    parent_context: Any
-    """Context of the span of the whole request."""
-    clock_zero_ns: int
-    """Nanoseconds since 1970 at which the process's clock was 0."""
-
-    def start_span(self, name: str, started_at_s: float, **options: Any) -> Any:
-        """Return a new span for a part of the request, which began at a time of the process's clock."""
-        return self.tracer.start_span(name, self.parent_context, start_time=self.to_ns(started_at_s), **options)
-
-    def to_ns(self, moment_s: float) -> int:
-        """Return the nanoseconds since 1970 of a time of the process's clock."""
-        return self.clock_zero_ns + int(moment_s * 1e9)
 
 
 class Tracing:
@@ -88,57 +70,63 @@ class Tracing:
             f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
             start_time=clock_zero_ns + int(context.started_at_s * 1e9),
         )  # fmt: skip
+        trace_context = self._api.set_span_in_context(span)
         headers: dict[str, str] = {}
-        self._propagator.inject(headers, self._api.set_span_in_context(span))
+        self._propagator.inject(headers, trace_context)
         if not headers:
             return None  # the variable OTEL_SDK_DISABLED is set: such a span has no id
-        return RequestSpan(span, clock_zero_ns, headers["traceparent"].encode())
+        return RequestSpan(span, trace_context, clock_zero_ns, headers["traceparent"].encode())
 
     def end(self, context: RequestContext, now: float) -> None:
         """End the span of a request, with its outcome as attributes, and record its parts as spans of their own."""
-        if context.span is None:
+        trace = context.span
+        if trace is None:
             return
-        span, clock_zero_ns, _ = context.span
-        trace = _Trace(self._tracer, self._api.set_span_in_context(span), clock_zero_ns)
         sent_at_s, first_byte_at_s = context.progress.sent_at_s, context.progress.first_byte_at_s
         if context.decision is not None:
-            _add_decision_span(trace, context, context.decision)
+            self._add_decision_span(trace, context, context.decision)
         if context.prefill is not None:
             self._add_prefill_span(trace, context.prefill, now)
         if sent_at_s is not None:
-            answer_span = trace.start_span("answer", sent_at_s, kind=self._api.SpanKind.CLIENT)
+            answer_span = self._start_part(trace, "answer", sent_at_s, kind=self._api.SpanKind.CLIENT)
             if first_byte_at_s is not None:
                 answer_span.add_event("first byte", timestamp=trace.to_ns(first_byte_at_s))
             answer_span.end(trace.to_ns(now))
-        span.set_attributes(_list_request_attributes(context))  # all at once, because each call takes the span's lock
+        # All attributes at once, because each call takes the span's lock.
+        trace.span.set_attributes(_list_request_attributes(context))
         if not context.outcome.startswith("status_2"):
-            span.set_status(self._api.StatusCode.ERROR, context.outcome)
-        span.end(trace.to_ns(now))
+            trace.span.set_status(self._api.StatusCode.ERROR, context.outcome)
+        trace.span.end(trace.to_ns(now))
 
-    def _add_prefill_span(self, trace: _Trace, prefill: PrefillTimes, now: float) -> None:
+    def _start_part(self, trace: RequestSpan, name: str, started_at_s: float, **options: Any) -> Any:
+        """Return a new span for a part of a request, which began at a time of the process's clock."""
+        return self._tracer.start_span(name, trace.trace_context, start_time=trace.to_ns(started_at_s), **options)
+
+    def _add_prefill_span(self, trace: RequestSpan, prefill: PrefillTimes, now: float) -> None:
         """Record the time in which another worker computed the prompt."""
         attributes = {"blockcast.worker": prefill.worker}
-        span = trace.start_span("prefill", prefill.started_at_s, attributes=attributes, kind=self._api.SpanKind.CLIENT)
+        kind = self._api.SpanKind.CLIENT
+        span = self._start_part(trace, "prefill", prefill.started_at_s, attributes=attributes, kind=kind)
         if prefill.ended_at_s is None:
             span.set_status(self._api.StatusCode.ERROR, "no KV came")
         span.end(trace.to_ns(now if prefill.ended_at_s is None else prefill.ended_at_s))
+
+    def _add_decision_span(self, trace: RequestSpan, context: RequestContext, decision: Decision) -> None:
+        """Record the time from the request's start to the decision, with the cost terms that are not 0."""
+        attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+        for name in TERMS:
+            value = getattr(decision.terms, name)
+            if value:
+                attributes[f"blockcast.terms.{name}"] = value
+        # A request that moved to another worker was decided again after it was sent.
+        decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
+        span = self._start_part(trace, "read and decide", context.started_at_s, attributes=attributes)
+        span.end(trace.to_ns(decided_s))
 
     def close(self) -> None:
         """Send the spans that were not sent yet, for a few seconds at most."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
-
-
-def _add_decision_span(trace: _Trace, context: RequestContext, decision: Decision) -> None:
-    """Record the time from the request's start to the decision, with the cost terms that are not 0."""
-    attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
-    for name in TERMS:
-        value = getattr(decision.terms, name)
-        if value:
-            attributes[f"blockcast.terms.{name}"] = value
-    # A request that moved to another worker was decided again after it was sent.
-    decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
-    trace.start_span("read and decide", context.started_at_s, attributes=attributes).end(trace.to_ns(decided_s))
 
 
 def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:

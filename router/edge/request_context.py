@@ -42,10 +42,16 @@ class RequestSpan(NamedTuple):
 
     span: Any
     """Object of OpenTelemetry's SDK, which has no type here as the package is optional."""
+    trace_context: Any
+    """OpenTelemetry's context of the span, in which spans of its parts are made."""
     clock_zero_ns: int
     """Nanoseconds since 1970 at which the process's clock was 0."""
     traceparent: bytes
     """Header by which the worker continues the trace."""
+
+    def to_ns(self, moment_s: float) -> int:
+        """Return the nanoseconds since 1970 of a time of the process's clock."""
+        return self.clock_zero_ns + int(moment_s * 1e9)
 
 
 class RequestContext(msgspec.Struct, eq=False):
