@@ -90,8 +90,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
 
-        self._predicted_prefill_s_by_request: BoundedDict[str, dict[str, float]] = BoundedDict(PENDING_REQUESTS_MAX)
-        """Request id -> worker -> predicted seconds of prefill, until the request is routed; it may never be."""
+        self._prices_by_request: BoundedDict[str, dict[str, _WorkerPrice]] = BoundedDict(PENDING_REQUESTS_MAX)
+        """Request id -> worker -> price, until the request is routed; it may never be."""
         self._sent_requests: dict[str, _SentRequest] = {}
         """Requests in flight, by their ids."""
         self._last_sent_s_by_worker: dict[str, float] = {}
@@ -127,7 +127,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     async def _fetch_prices(self, pending_request: PendingRequest) -> dict[str, _WorkerPrice]:
         """Ask the router for the price of a request on each worker; the result is empty if it does not answer in time.
 
-        The predicted prefill times are stored until Ray Serve has sent the request (`on_request_routed`).
+        The prices are stored until Ray Serve has sent the request (`on_request_routed`).
         """
         body = _build_route_query(pending_request, self._model)
         if body is None:
@@ -137,21 +137,19 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             price_by_worker = await asyncio.wait_for(self._query_route(body), self._timeout_s)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
             log.warning("%s: not asked: %r", self._admin_url, error)
-        self._predicted_prefill_s_by_request[_get_request_id(pending_request)] = {
-            worker_id: price.prefill_s for worker_id, price in price_by_worker.items()
-        }
+        self._prices_by_request[_get_request_id(pending_request)] = price_by_worker
         return price_by_worker
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Record that Ray Serve has sent a request to a replica, as load that the router does not know of yet."""
         request_id = _get_request_id(pending_request)
-        prefill_s_by_worker = self._predicted_prefill_s_by_request.pop(request_id, {})
+        price_by_worker = self._prices_by_request.pop(request_id, {})
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
         now = time.monotonic()
         worker_id = _get_worker_id(replica)
-        prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
+        prefill_s = price_by_worker[worker_id].prefill_s if worker_id in price_by_worker else 0.0
         has_metrics_page = "url" in (self._get_worker_settings(replica) or {})
         if has_metrics_page:  # the router will soon read of the request there, and include it in its prices
             unpriced_until_s = now + METRICS_DELAY_S

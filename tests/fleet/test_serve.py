@@ -45,4 +45,4 @@ def test_requests_that_are_never_routed_are_forgotten(serve: Any, monkeypatch: p
             await router._fetch_prices(SimpleNamespace(metadata=metadata, args=({"prompt": "a"},), kwargs={}))
 
     asyncio.run(ask())
-    assert len(router._predicted_prefill_s_by_request) <= 10_000
+    assert len(router._prices_by_request) <= 10_000
