@@ -279,7 +279,7 @@ async def _stream_response(
     except RequestError as error:
         if not writer.has_started:
             raise
-        state.metrics.count_error(error.status)
+        state.metrics.error_responses[str(error.status)] += 1
         await writer.write(formatter.format_error(error))
     finally:
         comment_task.cancel()

@@ -6,6 +6,7 @@ only when the page is requested. Metrics of the core come from its last `EngineS
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -37,7 +38,7 @@ class ServerMetrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished_sequences: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.error_responses: dict[str, int] = {}
+        self.error_responses: Counter[str] = Counter()
         """HTTP status, such as "404" -> number of requests answered with it."""
         self.time_to_first_token = Histogram(_TTFT_BUCKETS)
         self.inter_token_latency = Histogram(_ITL_BUCKETS)
@@ -45,9 +46,6 @@ class ServerMetrics:
         self.e2e_request_latency = Histogram(_E2E_BUCKETS)
         self.request_prompt_tokens = Histogram(_TOKEN_BUCKETS)
         self.request_generation_tokens = Histogram(_TOKEN_BUCKETS)
-
-    def count_error(self, status: int) -> None:
-        self.error_responses[str(status)] = self.error_responses.get(str(status), 0) + 1
 
 
 class RequestClock:

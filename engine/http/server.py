@@ -125,7 +125,7 @@ def make_error_response(
 
     `allow`: value of the Allow header.
     """
-    state.metrics.count_error(error.status)
+    state.metrics.error_responses[str(error.status)] += 1
     headers: dict[str, str] = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -23,7 +23,7 @@ class GrowingText:
     (`start_holding`), and get that text back (`stop_holding`).
     """
 
-    __slots__ = ("_held_parts", "_is_holding", "is_complete", "position", "text")
+    __slots__ = ("_held_parts", "is_complete", "position", "text")
 
     def __init__(self, text: str = "", *, is_complete: bool = False) -> None:
         self.text = text
@@ -31,8 +31,8 @@ class GrowingText:
         """Index in `text` of the first character that was not taken."""
         self.is_complete = is_complete
         """Whether no piece follows."""
-        self._held_parts: list[str] = []
-        self._is_holding = False
+        self._held_parts: list[str] | None = None
+        """Copy of what was taken since `start_holding`; None: nothing is held."""
 
     def push(self, piece: str) -> None:
         """Append the next piece."""
@@ -43,7 +43,7 @@ class GrowingText:
         """Return the text from `position` to `end`, which becomes the position."""
         taken_text = self.text[self.position : end]
         self.position = end
-        if self._is_holding:
+        if self._held_parts is not None:
             self._held_parts.append(taken_text)
         return taken_text
 
@@ -71,13 +71,11 @@ class GrowingText:
     def start_holding(self) -> None:
         """Hold a copy of what is taken from now on, and drop what was held before."""
         self._held_parts = []
-        self._is_holding = True
 
     def stop_holding(self) -> str:
         """Return the held text, and hold nothing."""
-        held_text = "".join(self._held_parts)
-        self._held_parts = []
-        self._is_holding = False
+        held_text = "".join(self._held_parts or ())
+        self._held_parts = None
         return held_text
 
     # Steps ------------------------------------------------------------------------------------------------------------

@@ -137,8 +137,7 @@ def get_definitions(schema: Json) -> dict[str, Json]:
 def list_properties(schema: Json) -> list[Property] | None:
     """Return the properties of an object's JSON schema; None if the schema has no complete list of them.
 
-    A list is not complete beside `anyOf`, `oneOf`, `allOf` or `patternProperties`. The schema of each property gets the
-    shared definitions, so that its references can be resolved.
+    A list is not complete beside `anyOf`, `oneOf`, `allOf` or `patternProperties`.
     """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):
@@ -148,12 +147,8 @@ def list_properties(schema: Json) -> list[Property] | None:
     required_names = object_schema.get("required")
     if not isinstance(required_names, list):
         required_names = []
-    definitions = get_definitions(schema)
-    properties = []
-    for name, inner in object_schema["properties"].items():
-        property_schema = {**definitions, **inner} if isinstance(inner, dict) else inner
-        properties.append(Property(name, property_schema, is_required=name in required_names))
-    return properties
+    properties = object_schema["properties"].items()
+    return [Property(name, inner, is_required=name in required_names) for name, inner in properties]
 
 
 def read_parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:

@@ -80,7 +80,7 @@ class ArgumentWriter:
             return f"({' | '.join(map(self._rules.write_text, texts))}) {quote(_XML_END)}"
         if schema_types(schema, self._root) == ("string",) and resolve(schema, self._root) is not None:
             return self._rules.add_rule(f"{self._write_plain_text(schema, 0)} {quote(_XML_END)}", "[lazy]")
-        return f"{self._rules.add_rule(json_directive(schema, self._options))} {quote(_XML_END)}"
+        return f"{self._write_json(schema)} {quote(_XML_END)}"
 
     def _write_plain_text(self, schema: Json, depth: int) -> str:
         """Return a grammar terminal for the texts that a schema of strings allows, without quotation marks.
@@ -171,7 +171,13 @@ class ArgumentWriter:
         if isinstance(branches, list) and branches and depth < SCHEMA_DEPTH_MAX:
             alternatives = [self._write_python_value(branch, depth + 1) for branch in branches]
             return f"({' | '.join(alternatives)})"
-        return self._rules.add_rule(json_directive({**get_definitions(self._root), **resolved_schema}, self._options))
+        return self._write_json(resolved_schema)
+
+    def _write_json(self, schema: Json) -> str:
+        """Return a rule of the JSON that matches a schema, which gets the definitions that it may refer to."""
+        if isinstance(schema, dict):
+            schema = {**get_definitions(self._root), **schema}
+        return self._rules.add_rule(json_directive(schema, self._options))
 
     def _write_python_literal(self) -> str:
         """Return a rule of any Python literal that JSON can hold."""

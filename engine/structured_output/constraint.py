@@ -100,13 +100,12 @@ def parse_requested_constraint(
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
-    is_call_required, tools = _select_tools(body)
+    is_call_required, tools = _select_tools(body, grammars)
     if is_call_required and tool_markup is None:
         raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
     if tool_markup is None or not (tools or is_call_required):
         return text_constraint
     markup = MARKUPS[tool_markup]
-    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in tools]
     allows_several = body.parallel_tool_calls is not False and not names_function(body)
     if is_call_required:
         return RequestedConstraint("tool_choice", _make_calls_format(markup, tools, allows_several))
@@ -121,7 +120,7 @@ def parse_requested_constraint(
 
 def is_call_required(body: ChatRequest) -> bool:
     """Return whether the answer must be calls and nothing else. Raises RequestError."""
-    return _select_tools(body).is_call_required
+    return _select_tools(body, {}).is_call_required
 
 
 def names_function(body: ChatRequest) -> bool:
@@ -160,10 +159,10 @@ def make_scripted_constraint(
         answer_count -= 1
     turn = script[answer_count % len(script)]
     if turn.call is not None and tool_markup is not None:
-        tools = _select_tools(body).tools
+        tools = _select_tools(body, grammars).tools
         tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
         if tool is not None:
-            scripted_tool = _restrict_to_turn(tool, turn, grammars)
+            scripted_tool = _restrict_to_turn(tool, turn)
             calls_format = _make_calls_format(MARKUPS[tool_markup], [scripted_tool], allows_several=False)
             return RequestedConstraint("tools", calls_format)
     if turn.text is not None:
@@ -171,11 +170,10 @@ def make_scripted_constraint(
     return RequestedConstraint("messages", {"type": "any_text"})
 
 
-def _restrict_to_turn(tool: _Tool, turn: ScriptTurn, grammars: Mapping[str, ClientTool]) -> _Tool:
+def _restrict_to_turn(tool: _Tool, turn: ScriptTurn) -> _Tool:
     """Return a tool that takes only the arguments of a script's turn, or only declared ones if the turn has none."""
     if turn.arguments is None:
-        schema = _forbid_undeclared_arguments(tool.parameters or {})
-        return tool._replace(parameters=schema, grammar=grammars.get(tool.name))
+        return tool._replace(parameters=_forbid_undeclared_arguments(tool.parameters or {}))
     return tool._replace(parameters=_make_exact_arguments_schema(turn.arguments), is_strict=True, grammar=None)
 
 
@@ -322,16 +320,16 @@ class _Tool(NamedTuple):
     name: str
     parameters: Json
     is_strict: bool
-    grammar: ClientTool | None = None
+    grammar: ClientTool | None
     """Grammar of the tool's free text; None: its input is arguments."""
 
 
-def _list_tools(body: ChatRequest) -> list[_Tool]:
+def _list_tools(body: ChatRequest, grammars: Mapping[str, ClientTool]) -> list[_Tool]:
     tools = []
     for number, tool in enumerate(body.tools or ()):
         function = tool["function"]
-        is_strict = bool(function.get("strict"))
-        tools.append(_Tool(f"tools[{number}].function", function["name"], function.get("parameters"), is_strict))
+        path, name, is_strict = f"tools[{number}].function", function["name"], bool(function.get("strict"))
+        tools.append(_Tool(path, name, function.get("parameters"), is_strict, grammars.get(name)))
     return tools
 
 
@@ -342,9 +340,9 @@ class _ToolSelection(NamedTuple):
     tools: list[_Tool]
 
 
-def _select_tools(body: ChatRequest) -> _ToolSelection:
+def _select_tools(body: ChatRequest, grammars: Mapping[str, ClientTool]) -> _ToolSelection:
     """Return the tools that `tool_choice` allows, and whether one of them must be called. Raises RequestError."""
-    choice, tools = body.tool_choice, _list_tools(body)
+    choice, tools = body.tool_choice, _list_tools(body, grammars)
     if choice is None or choice == "auto":
         return _ToolSelection(is_call_required=False, tools=tools)
     if choice == "none":
