@@ -27,7 +27,6 @@ from engine.http.state import ServerState
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.process.client import OutputStream
-from engine.process.logprob_budget import LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
@@ -143,11 +142,11 @@ async def _respond(
     writer = ResponseWriter(request, state.config, deadline_s)
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
-        delta_stream = DeltaStream(state, generation, stream)
+        updater = ChoiceUpdater(state, generation, stream)
         if generation.body.stream:
-            return await _stream_response(state, writer, delta_stream, formatter, stream.logprob_share)
-        async for deltas in delta_stream:
-            await format_logprobs(formatter, deltas)  # they count as held until the whole answer is sent
+            return await _stream_response(state, writer, stream, updater, formatter)
+        async for outputs in stream:
+            await format_logprobs(formatter, updater.apply(outputs))  # held until the whole answer is sent
         response_body = formatter.format_response()
         _store_response(state, formatter)
         return await writer.write_body(response_body)
@@ -183,11 +182,11 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
     return RequestError(output.error or "the request cannot be answered", param=param, code="request_refused")
 
 
-class DeltaStream:
-    """Async iterator over the pieces of text (deltas) of an answer as they are generated. Records their times.
+class ChoiceUpdater:
+    """Adds the outputs of the engine core to the choices of an answer as they are generated. Records their times.
 
-    The engine core reports one output for each sequence and step, such as the next token id. A delta is the text that
-    the output adds to its choice, one of the `n` answers that the request asked for.
+    The core reports one output for each sequence and step, such as the next token id. It becomes a delta: the text that
+    it adds to its choice, one of the `n` answers that the request asked for.
     """
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
@@ -197,11 +196,8 @@ class DeltaStream:
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
 
-    def __aiter__(self) -> DeltaStream:
-        return self
-
-    async def __anext__(self) -> list[tuple[Choice, ChoiceDelta]]:
-        outputs = await self._stream.__anext__()
+    def apply(self, outputs: list[SequenceOutput]) -> list[tuple[Choice, ChoiceDelta]]:
+        """Add outputs to their choices. Return each choice with its delta. Raises RequestError if a sequence failed."""
         now_s = time.perf_counter()
         return [self._apply_output(output, now_s) for output in outputs]
 
@@ -256,21 +252,21 @@ async def format_logprobs(formatter: ResponseFormatter, deltas: list[tuple[Choic
 async def _stream_response(
     state: ServerState,
     writer: ResponseWriter,
-    delta_stream: DeltaStream,
+    stream: OutputStream,
+    updater: ChoiceUpdater,
     formatter: ResponseFormatter,
-    logprob_share: LogprobShare,
 ) -> web.StreamResponse:
     """Send an answer as a stream of server-sent events, while it is generated.
 
-    An error is raised if nothing was sent yet, and else sent as the last event. `logprob_share`: counts the logprobs
-    that are not sent yet.
+    An error is raised if nothing was sent yet, and else sent as the last event.
     """
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
-        async for deltas in delta_stream:
+        async for outputs in stream:
+            deltas = updater.apply(outputs)
             logprob_count = await format_logprobs(formatter, deltas)
             if not isinstance(formatter, ResponsesFormatter):  # whose last event repeats the whole answer
-                logprob_share.release(logprob_count)
+                stream.logprob_share.release(logprob_count)
             events = [formatter.format_delta(choice, delta) for choice, delta in deltas]
             await writer.write(b"".join(events))
         final_events = formatter.format_end()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import tracemalloc
-from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.http.generate import DeltaStream, format_logprobs
+from engine.http.generate import ChoiceUpdater, format_logprobs
 from engine.http.metrics import ServerMetrics
 from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
@@ -147,24 +146,19 @@ def test_an_echo_alone_has_no_token(stream: bool) -> None:
         prompt_logprobs=[None, score(1), score(1)],
     )  # fmt: skip
 
-    async def read() -> list[dict[str, Any]]:
-        outputs: Any = _yield_once(output)
-        ((choice, delta),) = await anext(DeltaStream(Mock(metrics=ServerMetrics()), generation, outputs))
+    def read() -> list[dict[str, Any]]:
+        ((choice, delta),) = ChoiceUpdater(Mock(metrics=ServerMetrics()), generation, Mock()).apply([output])
         list(answer.format_logprobs(choice, delta))
         if stream:
             events = answer.format_delta(choice, delta) + answer.format_end()
             return [json.loads(event[6:]) for event in events.split(b"\n\n")[:-2]]
         return [json.loads(answer.format_response())]
 
-    part, *rest = asyncio.run(read())
+    part, *rest = read()
     assert [chunk["usage"]["completion_tokens"] for chunk in (part, *rest)] == [0] * (1 + stream)
     (choice,) = part["choices"]
     assert (choice["text"], choice["token_ids"], len(choice["logprobs"]["tokens"])) == ("abc", [], 3)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
-
-
-async def _yield_once(output: SequenceOutput) -> AsyncIterator[list[SequenceOutput]]:
-    yield [output]
 
 
 def score(top: int) -> TokenLogprobs:

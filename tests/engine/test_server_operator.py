@@ -19,7 +19,7 @@ from aiohttp import ClientSession, web
 from engine.config import ServerConfig
 from engine.http import server
 from engine.http.api_keys import ApiKeys
-from engine.http.generate import STATE, DeltaStream
+from engine.http.generate import STATE, ChoiceUpdater
 from engine.http.metrics import ServerMetrics
 from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
@@ -241,7 +241,7 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, st
         id="i", request_prefix="u", model="m", limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
         constraint=constraint,
     )  # fmt: skip
-    follower = DeltaStream(
+    follower = ChoiceUpdater(
         SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]
         generation,
         SimpleNamespace(),  # type: ignore[arg-type]
