@@ -291,8 +291,10 @@ def _convert_output_format(request: CountRequest) -> ResponseFormat | None:
     return ResponseFormat(type=output_format.type, json_schema=schema)
 
 
-def depends_on_template(request: CountRequest) -> bool:
-    """Whether a body becomes another chat for another template."""
+def depends_on_template(request: object) -> bool:
+    """Whether a body becomes another chat for another template; false for a body of another API."""
+    if not isinstance(request, CountRequest):
+        return False
     is_disabled = request.thinking is not None and request.thinking.type == "disabled"
     return is_disabled or any(turn.role == "system" for turn in request.messages)
 

@@ -19,10 +19,8 @@ from prompts.template_environment import (
     RenderContext,
     RenderLimitError,
     TemplateEnvironment,
-    find_time_formats,
     is_in_time,
     make_environment,
-    strftime_now,
 )
 
 Message = dict[str, Any]
@@ -132,12 +130,6 @@ class ChatTemplate:
     def find_content_format(self, *, has_tools: bool = False) -> ContentFormat:
         """Return whether the template of a chat wants `content` as a string or as parts."""
         return _compile_template(self.select_source(has_tools=has_tools)).content_format
-
-    @staticmethod
-    def read_clock(source: str) -> tuple[str, ...]:
-        """Return the time now in each format that a template uses. Equal times give equal prompts."""
-        formats = find_time_formats(source)
-        return tuple([strftime_now(time_format) for time_format in formats]) if formats else ()
 
     def needs_system_first(self) -> bool:
         """Return whether one of the templates refuses a system message after another message, by vLLM's test."""

@@ -201,8 +201,13 @@ def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+def read_clock(source: str) -> tuple[str, ...]:
+    """Return the time now in each format that a template uses. Equal times give equal prompts."""
+    return tuple(map(strftime_now, _find_time_formats(source)))
+
+
 @lru_cache(maxsize=64)
-def find_time_formats(source: str) -> tuple[str, ...]:
+def _find_time_formats(source: str) -> tuple[str, ...]:
     """Return the formats in which a template writes the time; microseconds if a format is not a constant."""
     formats = tuple(match[1] or match[2] for match in _TIME_CALL.finditer(source))
     return formats if len(formats) == source.count("strftime_now(") else ("%f",)

@@ -285,8 +285,6 @@ def _load_template(
     template_by_name = {path.stem: _read_text(path) for path in _list_named_templates(folder)}
     if (folder / "chat_template.jinja").is_file():
         template_by_name["default"] = _read_text(folder / "chat_template.jinja")
-    if list(template_by_name) == ["default"]:
-        return ChatTemplate(template_by_name["default"], named_tokens)
     if template_by_name:
         return ChatTemplate(template_by_name, named_tokens)
 

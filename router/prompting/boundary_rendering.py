@@ -18,6 +18,7 @@ from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
 from prompts.schemas import Message
+from prompts.template_environment import read_clock
 from prompts.tokenizer import Tokenizer
 from router.prompting.placeholder_messages import (
     FILLER,
@@ -100,7 +101,7 @@ class BoundaryRenderer:
             find_template_markers(template_source),
             prefix_digest=prefix.digest,
             inputs_digest=inputs.digest,
-            clock=self.template.read_clock(template_source),
+            clock=read_clock(template_source),
         )
 
     def _select_source(self, chat: RoutingRequest) -> str:

@@ -149,7 +149,7 @@ class Continuation(msgspec.Struct, eq=False):
 
     def outline(self) -> Outline | None:
         """Return fingerprints of all messages; None if the cached ones have none, or a template may change new ones."""
-        if _depends_on_template(self.tail.request):
+        if depends_on_template(self.tail.request.source):
             return None
         return _extend_outline(self.conversation.outline, self.boundary, self.tail.messages)
 
@@ -339,7 +339,7 @@ def _cut_tail(
 
     The cut is before the last message, or a few earlier if this client changes the last messages of its requests.
     """
-    if len(tail.messages) <= 1 or _depends_on_template(tail.request):
+    if len(tail.messages) <= 1 or depends_on_template(tail.request.source):
         return None
     cuts_earlier = changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES
     trailing_count = TRAILING_MESSAGES if cuts_earlier else 1
@@ -400,12 +400,7 @@ def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
     """Return whether a chat's prompt is exactly the encoded text of its template, for every template that may come."""
     if chat.chat_template is not None or chat.scores_prompt or chat.has_media or chat.kind != "chat":
         return False
-    return not (chat.continue_final_message or chat.add_special_tokens or _depends_on_template(request))
-
-
-def _depends_on_template(request: RoutingRequest) -> bool:
-    """Whether a body in Anthropic's format becomes another chat for another template."""
-    return isinstance(request.source, MessagesRequest) and depends_on_template(request.source)
+    return not (chat.continue_final_message or chat.add_special_tokens or depends_on_template(request.source))
 
 
 # Bodies ---------------------------------------------------------------------------------------------------------------

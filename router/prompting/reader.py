@@ -141,7 +141,7 @@ class PromptReader:
         parsed_body.media = read_media(request, pieces[0])
         tokenizer = self.tokenizers.get(target.base_model)
         if self.tokenizers.is_remote(target.base_model):
-            return self._begin_remote_read(parsed_body, target)
+            return self._await_prompt(parsed_body, self._tokenize_at_worker(request, target))
         if _may_take_long(request, tokenizer):
             return self._await_prompt(parsed_body, self._tokenize_in_process(request, target, body_to_read))
         return self._begin_local_read(parsed_body, pieces[0], target, tokenizer)
@@ -161,18 +161,14 @@ class PromptReader:
         parsed_body.prompt = tokenize()
         return parsed_body
 
-    def _begin_remote_read(
-        self, parsed_body: ParsedBody, target: PromptTarget
-    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
-        """Complete a body for a model without a tokenizer here: ask an engine, unless the body has token ids."""
-        request = parsed_body.request
-        parsed_body.prompt = self.tokenize(request, None, target.tokens_max)
-        if parsed_body.prompt.token_ids is not None:
-            return parsed_body
-        tokenize_request = build_tokenize_request(request, target.base_model)
-        further_tokens = count_further_tokens(request, None)
-        prompt = self._ask_worker(parsed_body.prompt, tokenize_request, request, target, further_tokens)
-        return self._await_prompt(parsed_body, prompt)
+    async def _tokenize_at_worker(self, request: RoutingRequest, target: PromptTarget) -> TokenizedPrompt:
+        """Tokenise the prompt of a small body by asking an engine, unless the body has token ids."""
+        prompt = self.tokenize(request, None, target.tokens_max)
+        if prompt.token_ids is None:
+            tokenize_request = build_tokenize_request(request, target.base_model)
+            further_tokens = count_further_tokens(request, None)
+            await self._ask_worker(prompt, tokenize_request, request, target, further_tokens)
+        return prompt
 
     @staticmethod
     async def _await_prompt(parsed_body: ParsedBody, prompt: Awaitable[TokenizedPrompt]) -> ParsedBody:
@@ -186,7 +182,7 @@ class PromptReader:
         request: RoutingRequest,
         target: PromptTarget,
         further_tokens: Sequence[int],
-    ) -> TokenizedPrompt:
+    ) -> None:
         """Set the token ids and the size of a prompt by asking a worker, which has the model's tokenizer.
 
         `further_tokens`: number of tokens of each prompt of the body after the first.
@@ -197,7 +193,6 @@ class PromptReader:
         prompt.token_ids = truncate_prompt(ids, request, target.tokens_max)
         prompt.size = measure_prompts(ids, request, target.tokens_max, further_tokens)
         prompt.seconds = time.perf_counter() - started_s
-        return prompt
 
     async def _tokenize_in_process(
         self, request: RoutingRequest, target: PromptTarget, body_to_read: BodyToRead
