@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from engine.cache.attention_windows import AttentionWindows
@@ -74,23 +75,18 @@ def choose_blocks_to_pull(
     recurrent state. For example, with one kind, the local masks [1] and the remote masks [1, 1, 1], blocks 1 and 2 are
     fetched. The list is empty if the local blocks suffice; blocks come after the blocks that they need.
     """
-    length = max(len(local_masks), len(remote_masks))
-    local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
-    all_masks = [local_mask | remote_mask for local_mask, remote_mask in zip(local_masks, remote_masks)]
-    end = count_resumable_blocks(all_masks, windows)
+    masks = list(zip_longest(local_masks, remote_masks, fillvalue=0))
+    end = count_resumable_blocks([local_mask | remote_mask for local_mask, remote_mask in masks], windows)
     if end <= count_resumable_blocks(local_masks, windows):
         return []
     items: list[PullItem] = []
     for kind in range(kind_count):
         for index in range(windows.find_first_index_to_resume(kind, end), end):
-            is_local = local_masks[index] >> kind & 1
+            local_mask, _ = masks[index]
+            is_local = local_mask >> kind & 1
             if not is_local:
                 items.append(PullItem(index, kind))
     return items
-
-
-def _pad(masks: Sequence[int], length: int) -> list[int]:
-    return [*masks, *[0] * (length - len(masks))]
 
 
 def split_into_batches(
