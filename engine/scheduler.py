@@ -81,9 +81,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return self.has_requests or bool(self._steps_in_flight)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError for one that can never be served."""
         if request.request_id in self._requests:
