@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from tqdm import tqdm
 
 from engine.assembly import AssembledEngine, assemble, locate_model_files
 from engine.config import EngineConfig
@@ -357,11 +358,7 @@ class _ProgressBar:
         self._start_s = time.perf_counter()
         self._input_tokens = 0
         self._output_tokens = 0
-        self._bar: Any = None
-        if is_shown:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=prompt_count, desc="Processed prompts", dynamic_ncols=True)
+        self._bar = tqdm(total=prompt_count, desc="Processed prompts", dynamic_ncols=True, disable=not is_shown)
 
     def count_tokens(self, count: int) -> None:
         self._output_tokens += count
@@ -369,16 +366,14 @@ class _ProgressBar:
     def count_prompt(self, job: _PromptJob) -> None:
         """Count a finished prompt, and show the bar anew."""
         self._input_tokens += len(job.token_ids)
-        if self._bar is not None:
-            elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
-            input_speed, output_speed = self._input_tokens / elapsed_s, self._output_tokens / elapsed_s
-            speeds = f"input: {input_speed:.1f} toks/s, output: {output_speed:.1f} toks/s"
-            self._bar.set_postfix_str(speeds, refresh=False)
-            self._bar.update(1)
+        elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
+        input_speed, output_speed = self._input_tokens / elapsed_s, self._output_tokens / elapsed_s
+        speeds = f"input: {input_speed:.1f} toks/s, output: {output_speed:.1f} toks/s"
+        self._bar.set_postfix_str(speeds, refresh=False)
+        self._bar.update(1)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 def _make_config(
