@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -86,15 +86,6 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
     return messages
 
 
-class _TrialResult(NamedTuple):
-    """Result of tokenising the turns of one test conversation."""
-
-    cached_turn_count: int
-    """Number of turns with token ids that begin with the cached ids of an earlier turn."""
-    problem: str | None = None
-    """How the ids of a turn differ from those of the whole prompt; None if they do not."""
-
-
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
     """Test whether the token ids of a chat's last prompt can be reused for its next prompt, with one chat template.
 
@@ -110,20 +101,21 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
             if not renderer.template.is_bounded:  # a rendering took too much time or memory
                 return "its chat template may take too long"
             conversation = _make_conversation(shape, filler)
-            result = _compare_cached_and_full_tokens(renderer, conversation, fields)
-            if result.problem is not None:
-                return f"{name}: {result.problem}"
-            cached_turn_count += result.cached_turn_count
+            turn_count, problem = _compare_cached_and_full_tokens(renderer, conversation, fields)
+            if problem is not None:
+                return f"{name}: {problem}"
+            cached_turn_count += turn_count
     return None if cached_turn_count else "no prompt of a conversation begins with an earlier one"
 
 
 def _compare_cached_and_full_tokens(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
-) -> _TrialResult:
+) -> tuple[int, str | None]:
     """Tokenise each turn of a conversation twice, whole and with the cache of earlier turns, and compare the token ids.
 
-    Stop at the first turn with different ids, or when the template refuses the conversation. `fields`: further fields
-    of the request bodies.
+    Return the number of turns that the cache could continue, and how the ids of a turn differ from those of the whole
+    prompt, or None. Stop at the first difference, or when the template refuses the conversation. `fields`: further
+    fields of the request bodies.
     """
     cached_turn_count = 0
     reader = ConversationReader(CACHE_BYTES)
@@ -144,10 +136,10 @@ def _compare_cached_and_full_tokens(
         cached_turn_count += 1
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
             problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
-            return _TrialResult(cached_turn_count, problem)
+            return cached_turn_count, problem
         if continuation.successor is not None:
             reader.cache.store(continuation.successor, body, continuation.predecessor)
-    return _TrialResult(cached_turn_count)
+    return cached_turn_count, None
 
 
 def _make_bodies(conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[bytes]:
