@@ -183,7 +183,7 @@ class Attention:
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
         """Declare the weights of the heads that this rank holds under tensor parallelism.
 
-        `projection`: replaces the stacked q, k and v projections; it may have more rows after theirs.
+        `projection`: replaces the stacked q, k and v projections.
         """
         rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = rank_config

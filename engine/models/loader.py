@@ -180,7 +180,7 @@ def _copy_tensor(tensor: Tensor, targets: list[Target], path: Path) -> None:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
-        weight.tensor[part.target_index].copy_(part.select_values(tensor))
+        weight.tensor[part.target_index].copy_(part.slice_tensor(tensor))
 
 
 def _format_names(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from engine.models.weights import Weight, WeightScope
 
 def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
     """Declare a depthwise convolution's [channels, 1, width] as [channels, width]."""
-    part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
+    part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), (slice(None), None))
     return scope.declare_combined((channels, width), [part])
 
 

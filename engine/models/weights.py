@@ -5,7 +5,6 @@ A model's constructor declares weights in a `WeightScope`; the loader allocates 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from engine.models.shard import DimShard, Extent, Shard, get_held_size, get_total_size
 from kernels.cpu.packed import PackedMatrix, multiply_packed, pack_matrix
 
-Index = tuple[int | slice, ...]
+Index = tuple[int | slice | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +26,18 @@ class CheckpointTensor:
     """Shape in the checkpoint, with the part of each dimension that this rank holds."""
     target_index: Index = ()
     """Index into the weight. A smaller tensor is broadcast to it."""
-    transform: Callable[[Tensor], Tensor] | None = None
-    """Function that is applied to the rank's part before the copy."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the checkpoint."""
         return tuple(map(get_total_size, self.extents))
 
-    def select_values(self, tensor: Tensor) -> Tensor:
-        """Return the values that are copied of the checkpoint's tensor: this rank's part, transformed."""
+    def slice_tensor(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the checkpoint's tensor."""
         for dim, extent in enumerate(self.extents):
             if isinstance(extent, DimShard) and not extent.is_whole:
                 tensor = extent.slice_tensor(tensor, dim)
-        return tensor if self.transform is None else self.transform(tensor)
+        return tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -123,19 +120,13 @@ class WeightScope:
     def enter_scope(self, name: str | int) -> WeightScope:
         return WeightScope(f"{self.prefix}{name}.", self.weights, self.shard)
 
-    def describe_tensor(
-        self,
-        name: str,
-        shape: tuple[Extent, ...],
-        target_index: Index = (),
-        transform: Callable[[Tensor], Tensor] | None = None,
-    ) -> CheckpointTensor:
+    def describe_tensor(self, name: str, shape: tuple[Extent, ...], target_index: Index = ()) -> CheckpointTensor:
         """Describe a tensor of the checkpoint that the loader copies into a part of a weight; see `declare_combined`.
 
         `shape`: shape in the checkpoint, with the part of each dimension that this rank holds. `target_index`: index
-        into the weight; (): all of it. `transform`: function that is applied to the rank's part before the copy.
+        into the weight; (): all of it.
         """
-        return CheckpointTensor(self.prefix + name, shape, target_index, transform)
+        return CheckpointTensor(self.prefix + name, shape, target_index)
 
     def declare_weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
         """Declare a weight that is this rank's part of one tensor of the checkpoint."""

@@ -6,16 +6,15 @@ Of a vision-language checkpoint the text model is served; vision and multi-token
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, make_layer_types, read_layer_types
 from engine.models.layers import Attention, AttentionConfig, ForwardContext, GatedMLP, Linear, shard_attention
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
-from engine.models.shard import Extent
-from engine.models.weights import Weight, WeightScope
+from engine.models.weights import WeightScope
 
 PARTIAL_ROTARY = 0.25
 FULL_ATTENTION_EVERY = 4
@@ -25,49 +24,19 @@ class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate that is projected beside the queries."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig) -> None:
-        super().__init__(scope, config, _declare_projection(scope, config))
-        self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
+        """Declare the weights. q_proj has for each head the rows of its query, and then the rows of its gate."""
+        key_rows = shard_attention(scope.shard, config).key_rows
+        query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * config.head_dim)
+        rows = {"q_proj": query_and_gate_rows, "k_proj": key_rows, "v_proj": key_rows}
+        super().__init__(scope, config, Linear.declare(scope, rows, config.hidden_size, config.qkv_bias))
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        projections = self.qkv_projection(x)
-        attention = self.attend(projections[:, : self.qkv_width], context)
-        return self.output_projection(attention * projections[:, self.qkv_width :].sigmoid())
-
-
-def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """Declare one stacked projection of a token to its queries, keys, values and gates, in this order.
-
-    In the checkpoint, q_proj has for each head the rows of its query, and then the rows of its gate. So it is read
-    twice: once for the queries of all heads, and once for the gates.
-    """
-    rank_config, _, key_rows = shard_attention(scope.shard, config)
-    query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
-    query_row_count = rank_config.num_heads * rank_config.head_dim
-    key_start = query_row_count
-    value_start = key_start + key_rows.held_size
-    gate_start = value_start + key_rows.held_size
-    row_count = gate_start + query_row_count
-
-    def select_rows(q_proj: Tensor, part: int) -> Tensor:
-        """Return the rows of all queries (`part` 0) or of all gates (1)."""
-        rows_by_head = q_proj.view(rank_config.num_heads, 2, rank_config.head_dim, *q_proj.shape[1:])
-        return rows_by_head[:, part].flatten(0, 1)
-
-    def declare_stacked(parameter: str, *columns: int) -> Weight:
-        q_name = f"q_proj.{parameter}"
-        q_shape: tuple[Extent, ...] = (query_and_gate_rows, *columns)
-        kv_shape: tuple[Extent, ...] = (key_rows, *columns)
-        parts = [
-            scope.describe_tensor(q_name, q_shape, (slice(0, key_start),), partial(select_rows, part=0)),
-            scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(key_start, value_start),)),
-            scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(value_start, gate_start),)),
-            scope.describe_tensor(q_name, q_shape, (slice(gate_start, row_count),), partial(select_rows, part=1)),
-        ]
-        return scope.declare_combined((row_count, *columns), parts)
-
-    weight = declare_stacked("weight", rank_config.hidden_size)
-    bias = declare_stacked("bias") if rank_config.qkv_bias else None
-    return Linear(weight, bias)
+        config = self.config
+        heads = self.qkv_projection(x).unflatten(1, (-1, config.head_dim))
+        queries_and_gates, keys_and_values = heads[:, : 2 * config.num_heads], heads[:, 2 * config.num_heads :]
+        queries, gates = queries_and_gates[:, ::2], queries_and_gates[:, 1::2]
+        attention = self.attend(torch.cat((queries, keys_and_values), 1).flatten(1), context)
+        return self.output_projection(attention * gates.flatten(1).sigmoid())
 
 
 def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
