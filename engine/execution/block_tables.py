@@ -27,8 +27,7 @@ class RowAllocator:
     def __init__(self, row_count: int) -> None:
         """Start with all rows free. `row_count`: most sequences of a step."""
         self._row_count = row_count
-        self._row_by_sequence: dict[Sequence, int] = {}
-        self._free_rows = list(range(row_count))[::-1]
+        self.clear()
 
     def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
         """Return the row of each sequence of a step, and the rows that sequences got just now.
@@ -48,7 +47,7 @@ class RowAllocator:
 
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""
-        self._row_by_sequence = {}
+        self._row_by_sequence: dict[Sequence, int] = {}
         self._free_rows = list(range(self._row_count))[::-1]
 
 

@@ -259,14 +259,6 @@ def _declare_head_norms(scope: WeightScope, config: AttentionConfig) -> Weight:
     return scope.declare_combined((num_heads, config.head_dim), parts)
 
 
-def silu_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
-    return context.ops.silu_and_mul(x)
-
-
-def gelu_tanh_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
-    return context.ops.gelu_tanh_and_mul(x)
-
-
 class GatedMLP:
     """Gated MLP: down(activation(gate(x)) * up(x)), where gate and up are one stacked matrix."""
 
@@ -276,13 +268,14 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        activation: Callable[[Tensor, ForwardContext], Tensor] = silu_and_mul,
+        is_gelu: bool = False,
         gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
         down_name: str = "down_proj",
     ) -> None:
         """Declare the weights of the channels that this rank holds under tensor parallelism.
 
-        `gate_up_names`: names of the gate and up matrices in the checkpoint, or of the one matrix that stacks both.
+        `is_gelu`: whether the activation is gelu (with tanh), not silu. `gate_up_names`: names of the gate and up
+        matrices in the checkpoint, or of the one matrix that stacks both.
         """
         channel_shard = scope.shard.split(intermediate_size, "MLP channels")
         is_stacked = len(gate_up_names) == 1
@@ -290,10 +283,11 @@ class GatedMLP:
         rows_by_matrix = dict.fromkeys(gate_up_names, rows)
         self.gate_up_projection = Linear.declare(scope, rows_by_matrix, hidden_size, bias)
         self.down_projection = Linear.declare(scope, {down_name: hidden_size}, channel_shard, bias)
-        self.activation = activation
+        self.is_gelu = is_gelu
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return self.down_projection(self.activation(self.gate_up_projection(x), context))
+        activate = context.ops.gelu_tanh_and_mul if self.is_gelu else context.ops.silu_and_mul
+        return self.down_projection(activate(self.gate_up_projection(x)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -203,10 +203,8 @@ def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) ->
 
 def make_fixed_recurrent_plan(max_sequences: int, device: torch.device) -> RecurrentPlan:
     """Make a plan of decoding sequences only, all of them padding until it is refilled."""
-    no_tiles = torch.zeros(0, dtype=torch.int32, device=device)
-    starts = torch.arange(max_sequences + 1, dtype=torch.int32, device=device)
-    units = torch.full((max_sequences,), -1, dtype=torch.int32, device=device)
-    return RecurrentPlan(starts, units, no_tiles, no_tiles, max_sequences, max_sequences)
+    decodes = RaggedBatch.from_positions([0] * max_sequences, [1] * max_sequences)
+    return plan_recurrent(decodes, np.full(max_sequences, -1), device)
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:

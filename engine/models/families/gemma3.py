@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, read_attention_config
 from engine.models.hf_config import HfConfig, ModelError, make_layer_types, read_layer_types
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm, gelu_tanh_and_mul
+from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm
 from engine.models.rope import RopeConfig
 from engine.models.weights import WeightScope
 
@@ -113,6 +113,6 @@ def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: Attentio
         mixer=Attention(scope.enter_scope("self_attn"), attention),
         post_mixer_norm=make_norm("post_attention_layernorm"),
         mlp_norm=make_norm("pre_feedforward_layernorm"),
-        mlp=GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, activation=gelu_tanh_and_mul),
+        mlp=GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, is_gelu=True),
         post_mlp_norm=make_norm("post_feedforward_layernorm"),
     )
