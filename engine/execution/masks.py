@@ -7,7 +7,6 @@ its answer is not constrained, at all or yet (`Constraint.reasoning_end_token`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,9 +90,9 @@ class Masks:
         self._matcher_states: dict[int, _MatcherState] = {}
         """Matcher of the sequence in each row of the per-sequence tables."""
 
-    def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """Forget the matchers of these rows (None: of all), because other sequences get the rows."""
-        for row in list(self._matcher_states) if rows is None else rows:
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget the matchers of these rows, because other sequences get the rows."""
+        for row in rows:
             self._matcher_states.pop(row, None)
 
     def make_request(

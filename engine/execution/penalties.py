@@ -9,7 +9,6 @@ step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,12 +125,9 @@ class Penalties:
         self._token_counts = torch.zeros(row_count, dtype=torch.int64, device=device)
         """[rows]: number of distinct tokens of each row."""
 
-    def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """Forget the counts of these rows (None: of all), because other sequences get the rows."""
-        if rows is None:
-            self._token_count_bounds[:] = 0
-        else:
-            self._token_count_bounds[rows] = 0
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget the counts of these rows, because other sequences get the rows."""
+        self._token_count_bounds[rows] = 0
 
     def prepare(self, batch: PenaltyRows) -> PenaltyStep:
         """Prepare a step on the host, which counts the tokens of sequences that are new here.

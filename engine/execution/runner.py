@@ -183,7 +183,6 @@ class ModelRunner:
         """Forget the rows of all sequences, so that the next step writes all per-sequence tables anew."""
         self._row_allocator.clear()
         self._batch_state = None
-        self._sampler.reset_rows()
 
     def _check_device(self) -> None:
         """Compute something small, which raises RuntimeError if an earlier error has broken the CUDA context."""

@@ -166,8 +166,8 @@ class Sampler:
         self._penalties = Penalties(row_count, vocab_size, device, length_max)
         self._masks = masks
 
-    def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """Forget the state of these rows (None: of all), because other sequences get them next."""
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget the state of these rows, because other sequences get them next."""
         self._penalties.reset_rows(rows)
         if self._masks is not None:
             self._masks.reset_rows(rows)

@@ -221,7 +221,7 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained_rows
             inputs = sampler.prepare(sampler.make_batch(rows, [0, 1, 2, 3]), np.array([3] * 4))
             sampler.start_masks(inputs, dict)
             draws.append(sampler.sample(logits.clone(), inputs)[0].tolist())
-            sampler.reset_rows()
+            sampler.reset_rows([0, 1, 2, 3])
     finally:
         masks.close()
         grammars.close()
@@ -236,7 +236,7 @@ def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logpr
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     seq = sequence(LARKS["choice"], temperature=0.0, logprobs=1)
     allowed_ids = allowed_tokens(masks, seq)
-    masks.reset_rows()
+    masks.reset_rows([0])
     sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
     inputs = sampler.prepare(sampler.make_batch([seq], [0]), np.array([3]))
     sampler.start_masks(inputs, dict)

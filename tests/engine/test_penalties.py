@@ -53,7 +53,7 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
             del seq_by_row[row]
         free_rows = rng.sample(sorted(set(range(16)) - set(seq_by_row)), count - len(seq_by_row))
         seq_by_row |= {row: make_sequence(rng, f"{step_number}-{row}") for row in free_rows}
-        penalties.reset_rows(None if step_number == 9 else free_rows)
+        penalties.reset_rows(list(range(16)) if step_number == 9 else free_rows)
         rows, sequences = list(seq_by_row), list(seq_by_row.values())
         logits = torch.randn(count if all_rows else 8, VOCAB)
         logits_rows = list(range(count)) if all_rows else rng.sample(range(8), count)
