@@ -106,29 +106,21 @@ class BlockTables:
         """
         row_count = len(self._host_tables)
         flat_indices: list[int] = []
-        """Index of each new block in the flat table [blocks, rows]: block index * row_count + row."""
+        """Index of each new block in the flat device table [blocks, rows]: block index * row_count + row."""
         new_blocks: list[BlockId] = []
         for chunk, row, written_count in zip(chunks, rows, written_counts):
             table = chunk.seq.block_tables[self._group]
             token_capacity = len(table) * self._kv.block_size
             assert token_capacity >= chunk.end, f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             new_blocks += table[written_count:]
+            self._host_tables[row, written_count : len(table)] = table[written_count:]
             first_index = written_count * row_count + row
             flat_indices += range(first_index, len(table) * row_count + row, row_count)
             self._written_counts[row] = len(table)
-        self._write(np.array(flat_indices, np.int64), np.array(new_blocks, np.int64))
-
-    def _write(self, flat_indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the tables on the host and on the device.
-
-        `flat_indices`: index of each block in all tables, laid out as [blocks, rows].
-        """
-        block_indices, table_rows = np.divmod(flat_indices, self._host_tables.shape[0])
-        self._host_tables[table_rows, block_indices] = blocks
         if self._device_tables is not None:
-            device_indices, device_blocks = upload(
-                [flat_indices, self._kv.compute_block_rows(blocks)], self._device_tables.device
-            )
+            block_rows = self._kv.compute_block_rows(np.array(new_blocks, np.int64))
+            arrays = [np.array(flat_indices, np.int64), block_rows]
+            device_indices, device_blocks = upload(arrays, self._device_tables.device)
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
     def make_step_table(self, rows: IntArray) -> BlockTable:
