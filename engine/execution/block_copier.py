@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +19,6 @@ from engine.types import BlockCopy, BlockId, BlockPlace, CopyDirection
 
 STAGING_BYTES = 64 << 20
 """Size of each of the two GPU buffers through which blocks go to the host; at least one block."""
-
-
-class StagedBlock(NamedTuple):
-    """A block in a staging buffer, and the block of host memory to which it is copied."""
-
-    staged: Tensor
-    host: Tensor
 
 
 class BlockCopier:
@@ -119,7 +111,8 @@ class BlockCopier:
         host, while the first stream goes on, and fills another buffer.
         """
         step_stream = torch.cuda.current_stream(self._device.device)
-        staged_blocks: list[StagedBlock] = []
+        staged_blocks: list[tuple[Tensor, Tensor]] = []
+        """Blocks in the staging buffer, with the blocks of host memory to which they go."""
         staged_bytes = 0
         for kind, source_id, target_id, _ in block_copies:
             block = self._view_block(self._device, kind, source_id)
@@ -132,16 +125,16 @@ class BlockCopier:
                 step_stream.wait_event(last_flush)  # this buffer's earlier contents must be on the host
             staged = self._staging[0][staged_bytes : staged_bytes + len(block)]
             staged.copy_(block)
-            staged_blocks.append(StagedBlock(staged, self._view_block(self._host, kind, target_id)))
+            staged_blocks.append((staged, self._view_block(self._host, kind, target_id)))
             staged_bytes += len(block)
         self._flush_staging(staged_blocks, step_stream)
 
-    def _flush_staging(self, staged_blocks: list[StagedBlock], step_stream: torch.cuda.Stream) -> None:
+    def _flush_staging(self, staged_blocks: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
         """Queue the copies from a staging buffer to the host, and swap the two buffers."""
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):
-            for block in staged_blocks:
-                block.host.copy_(block.staged, non_blocking=True)
+            for staged, host in staged_blocks:
+                host.copy_(staged, non_blocking=True)
             copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copy_event.record(self._copy_stream)
         self._staging_events = [self._staging_events[1], copy_event]

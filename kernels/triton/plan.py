@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,15 +52,6 @@ AttendPrompts = Callable[[Tensor, PagedKV, int, float], Tensor]
 """(q [tokens of the prompts, heads, dim], pool, layer, scale) -> attention of the prompts, in the shape of q."""
 
 
-class QueryTiles(NamedTuple):
-    """Tiles of consecutive queries of prompts, on the device."""
-
-    sequence: Tensor
-    """[tiles] int32: sequence of each tile."""
-    first_query: Tensor
-    """[tiles] int32: first query of each tile, counted in its sequence."""
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """A step's batch as the attention kernels read it, in device memory. The layers of a group share it.
@@ -84,23 +74,23 @@ class AttentionPlan:
     split_count: int
     """Number of parts into which the context of a decoding sequence is cut."""
     window: int | None
-    tiles_by_size: dict[int, QueryTiles] = field(default_factory=dict)
+    tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Results of `get_query_tiles`, which all layers of a step share, by the queries of a tile."""
     refill_buffer: Tensor | None = None
     """[3, sequences]: slot rows, context lengths and rows in the `BlockTable` of a fixed plan, for one transfer."""
     attend_prompts: AttendPrompts | None = None
     """Function that computes the attention of the prompts; None: Triton kernels do."""
 
-    def get_query_tiles(self, queries_per_tile: int) -> QueryTiles:
-        """Return the tiles of the prompts' queries. They are uploaded once a step.
+    def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
+        """Return the tiles of the prompts' queries: the sequence of each, and its first query in that, [tiles] int32.
 
-        The last tiles come first: they see the most keys, and should not start late.
+        They are uploaded once a step. The last tiles come first: they see the most keys, and should not start late.
         """
         if queries_per_tile not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
             sequence, first_query = make_query_tiles(self.batch, queries_per_tile)
-            tensors = upload([sequence[::-1], first_query[::-1]], self.slot_rows.device)
-            self.tiles_by_size[queries_per_tile] = QueryTiles(*tensors)
+            tile_seq, tile_query = upload([sequence[::-1], first_query[::-1]], self.slot_rows.device)
+            self.tiles_by_size[queries_per_tile] = tile_seq, tile_query
         return self.tiles_by_size[queries_per_tile]
 
 
