@@ -27,7 +27,8 @@ class RowAllocator:
     def __init__(self, row_count: int) -> None:
         """Start with all rows free. `row_count`: most sequences of a step."""
         self._row_count = row_count
-        self.clear()
+        self._row_by_sequence: dict[Sequence, int] = {}
+        self._free_rows = list(range(row_count))[::-1]
 
     def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
         """Return the row of each sequence of a step, and the rows that sequences got just now.
@@ -47,7 +48,7 @@ class RowAllocator:
 
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""
-        self._row_by_sequence: dict[Sequence, int] = {}
+        self._row_by_sequence = {}
         self._free_rows = list(range(self._row_count))[::-1]
 
 

@@ -32,7 +32,7 @@ class GatedAttention(Attention):
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         config = self.config
-        heads = self.qkv_projection(x).unflatten(1, (-1, config.head_dim))
+        heads = self.qkv_projection(x).view(x.shape[0], -1, config.head_dim)
         queries_and_gates, keys_and_values = heads[:, : 2 * config.num_heads], heads[:, 2 * config.num_heads :]
         queries, gates = queries_and_gates[:, ::2], queries_and_gates[:, 1::2]
         attention = self.attend(torch.cat((queries, keys_and_values), 1).flatten(1), context)
