@@ -8,7 +8,7 @@ from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.hashing import hash_block, hash_blocks, make_hash_keys, make_wire_keys, pack_token_ids
+from events.hashing import hash_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo, encode_sources, parse_sources
 from events.stream import StreamState

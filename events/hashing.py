@@ -60,19 +60,6 @@ def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
     return b"".join(_encode_uint32(len(key)) + key for key in encoded_keys)
 
 
-def hash_block(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
-    """Hash the block that holds `token_ids` after the block named `parent` (None: at the start of a prompt).
-
-    `token_ids` may be an `array("I")` or any sequence of ints in [0, 2^32); else ValueError.
-    """
-    parent_hash = ROOT_HASH if parent is None else parent
-    packed_ids = pack_token_ids(token_ids)
-    packed_count = _encode_uint32(len(packed_ids) // _TOKEN_BYTES)
-    return BlockHash(
-        xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + packed_count + packed_ids + _pack_keys(extra_keys))
-    )
-
-
 def hash_blocks(
     parent: int | None,
     token_ids: Sequence[int],
@@ -80,7 +67,7 @@ def hash_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """Hash the full blocks of token ids, as `hash_packed_blocks` does. Much faster than `hash_block` block by block."""
+    """Hash the full blocks of token ids, as `hash_packed_blocks` does."""
     return hash_packed_blocks(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
 
 

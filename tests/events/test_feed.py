@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from block_hash import hash_block
 from old_events import encode_as_arrays
 
 from events import (
@@ -31,7 +32,6 @@ from events import (
     StreamConfig,
     StreamSource,
     Subscriber,
-    hash_block,
 )
 from events.codec import encode_batch
 from events.frames import END_SEQ, pack_seq

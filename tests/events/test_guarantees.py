@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from block_hash import hash_block
 from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,6 @@ from events import (
     KVEventsConfig,
     decode_batch,
     encode_batch,
-    hash_block,
 )
 from events.replay import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet, make_snapshot_events

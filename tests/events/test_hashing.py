@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from block_hash import hash_block
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events import hash_block, hash_blocks, make_hash_keys, make_wire_keys
+from events import hash_blocks, make_hash_keys, make_wire_keys
 from events.hashing import ROOT_HASH, pack_token_ids, unpack_token_ids
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from block_hash import hash_block
 
 from events import (
     FULL_ATTENTION,
@@ -32,7 +33,6 @@ from events import (
     Origin,
     Subscriber,
     decode_batch,
-    hash_block,
 )
 from events.kv_subscriber import EventFilter, format_json_lines, format_text_lines
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from block_hash import hash_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events import BlockRemoved, BlockStored, Event, EventBatch, encode_batch, hash_block
+from events import BlockRemoved, BlockStored, Event, EventBatch, encode_batch
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, ReportedUsage, RouteRequest

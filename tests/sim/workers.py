@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from block_hash import hash_block
 from fake_device import FakeDevice
 
 from engine.cache.kv_cache import KVCache
@@ -15,7 +16,7 @@ from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSp
 from engine.core import EngineCore
 from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams, Sequence
-from events import AllBlocksCleared, BlockRemoved, BlockStored, Event, hash_block
+from events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 BLOCK = 4
 PROMPTS = 12
