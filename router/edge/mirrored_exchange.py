@@ -7,7 +7,7 @@ from typing import Final
 from prompts.errors import RequestError
 from router.decide.messages import Decision, RouteRequest
 from router.edge.config import Timeouts
-from router.edge.proxy import Proxy
+from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
 from router.http.connection import Client
 
@@ -16,11 +16,10 @@ MIRRORED: Final = "mirrored"
 _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
-class MirroredExchange:
+class MirroredExchange(Exchange):
     """Answers a copy of a client's request, which another balancer mirrors to this router to compare decisions.
 
-    No worker gets the copy: the core only prices it, and keeps no record of it. The methods are those of an Exchange,
-    so that the same code reads both. Most have nothing to do here.
+    No worker gets the copy: the core only prices it, and keeps no record of it.
     """
 
     __slots__ = ("_proxy", "client", "context")
@@ -55,23 +54,8 @@ class MirroredExchange:
         """End the copy, as its client has left."""
         self._proxy.end(self.context, "client_gone")
 
-    # A reply of 204 is too short to make its client slow.
-    def on_client_paused(self) -> None: ...
-
-    def on_client_resumed(self) -> None: ...
-
-    # No worker gets the copy -----------------------------------------------------------------------------------------
-
-    @property
-    def last_progress_at_s(self) -> float | None:
-        return None
-
     def forward(self, decision: Decision) -> None:
         raise AssertionError("a copy is only priced")
-
-    def migrate(self, reason: str, *, is_stalled: bool = False) -> None: ...
-
-    def close(self) -> None: ...
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End a copy if its prompt is not read in time."""

@@ -53,15 +53,16 @@ RETRYABLE_STATUSES: Final = {
 class Exchange(Responder, Protocol):
     """Interface of the object that answers one client request, mostly by forwarding it to the chosen worker."""
 
-    context: RequestContext
+    __slots__ = ()
 
-    @property
-    def client(self) -> Client:
-        """Receiver of the answer."""
+    context: RequestContext
+    client: Client
+    """Receiver of the answer."""
 
     @property
     def last_progress_at_s(self) -> float | None:
         """Time of the last byte of a running stream; None while no byte is expected."""
+        return None
 
     def place(self, route: RouteRequest) -> None:
         """Ask for a worker, now that the prompt was read and tokenised."""
@@ -78,13 +79,15 @@ class Exchange(Responder, Protocol):
         """Answer with an error in the request itself."""
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
-        """Move the request away from a worker that is lost or stalled, if there is another one."""
+        """Move the request away from a worker that is lost or stalled, if there is another one and it can be moved."""
+        return
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat a request that takes too long. Called a few times a second."""
 
     def close(self) -> None:
         """Release all that the request holds. Called at its end; a second call does nothing."""
+        return
 
 
 class Proxy:

@@ -35,17 +35,21 @@ LONG_READ_BYTES: Final = 64 * 1024
 class Responder(Protocol):
     """Interface of the object that answers the current request of a connection."""
 
+    __slots__ = ()
+
     def on_client_gone(self) -> None:
         """Stop answering, as nobody reads the answer any more."""
 
     def on_client_paused(self) -> None:
-        """Stop writing, as the client reads more slowly."""
+        """Stop writing, as the client reads more slowly. By default nothing is done, as for short answers."""
+        return
 
     def on_client_resumed(self) -> None:
         """Write again."""
+        return
 
 
-class TaskResponder:
+class TaskResponder(Responder):
     """Runs a coroutine that prepares or sends an answer. The coroutine is cancelled if the client leaves."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -53,12 +57,6 @@ class TaskResponder:
 
     def on_client_gone(self) -> None:
         self._task.cancel()
-
-    def on_client_paused(self) -> None:
-        """Nothing to pause, because such answers are small."""
-
-    def on_client_resumed(self) -> None:
-        """Nothing to resume."""
 
 
 class Client(Protocol):

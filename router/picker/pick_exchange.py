@@ -14,7 +14,7 @@ from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.config import Timeouts
-from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
+from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Exchange, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
 from router.picker.ext_proc_stream import Choice
@@ -27,13 +27,15 @@ PRIORITY_STEP = 1_000
 FAIRNESS_IDS_MAX = 10_000
 
 
-class PickExchange:
+class PickExchange(Exchange):
     """Answers one request of Envoy, which forwards requests itself and only asks the router for the worker.
 
     It asks the core for a worker, tells Envoy that worker's endpoint, and reports to the core what comes of the answer.
+    It never moves a request (`migrate`), as Envoy tries the fallbacks itself.
     """
 
     __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker")
+    client: PickerClient
 
     def __init__(self, proxy: Proxy, client: PickerClient, context: RequestContext) -> None:
         self._proxy = proxy
@@ -216,10 +218,6 @@ class PickExchange:
         elif self._proxy.end(context, "client_gone"):
             self._proxy.abort(context)
 
-    def on_client_paused(self) -> None: ...
-
-    def on_client_resumed(self) -> None: ...
-
     def _record_fallback(self, served_by_worker: str) -> None:
         """Move the request to the fallback that answered, as its worker did not."""
         proxy, context = self._proxy, self.context
@@ -245,9 +243,6 @@ class PickExchange:
         context = self.context
         is_moving = self.client.stream.sees_response_body and context.progress.has_started and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
-
-    def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
-        """Do nothing: Envoy tries the fallbacks itself."""
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """Stop following a request after the longest time that an answer may take. Envoy ends the request itself."""
