@@ -216,9 +216,6 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             if self._interim_count > MAX_INTERIM_RESPONSES:
                 raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: BaseException | None) -> None:
         self.transport = None
         self._unsent_pieces.clear()

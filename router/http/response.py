@@ -7,7 +7,7 @@ client's connection is closed, which is the only way to show that the answer is 
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -21,18 +21,6 @@ MAX_INTERIM_RESPONSES: Final = 32
 _STATUS_LINE_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n")
 
 
-class BodyFraming(Protocol):
-    """Interface of an object that finds the end of one answer's body."""
-
-    is_complete: bool
-
-    def feed(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return the content in the next bytes, and the bytes after the end of the body. Sets `is_complete`."""
-
-    def finish(self) -> None:
-        """End the body because the connection ended. Raises `ProtocolError` if the body is incomplete."""
-
-
 class LengthBody:
     """Finds the end of a response body whose length is known in advance; 0 for a response without a body."""
 
@@ -43,6 +31,7 @@ class LengthBody:
         self.is_complete = length == 0
 
     def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the content in the next bytes, and the bytes after the end of the body."""
         content, surplus = data[: self.remaining_bytes], data[self.remaining_bytes :]
         self.remaining_bytes -= len(content)
         self.is_complete = self.remaining_bytes == 0
@@ -67,6 +56,10 @@ class CloseDelimitedBody:
 
     def finish(self) -> None:
         self.is_complete = True
+
+
+BodyFraming = ChunkedBody | LengthBody | CloseDelimitedBody
+"""Finds the end of one answer's body: takes its bytes by `feed`, and is told by `finish` that the connection ended."""
 
 
 class ResponseHead(msgspec.Struct, eq=False):
