@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-import msgspec
-
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _LINE_PATTERN = re.compile(rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n")
 """Pattern of a header line, with its name as the group."""
@@ -112,32 +110,24 @@ MAX_LENGTH_DIGITS: Final = 15
 """Most digits of a content-length."""
 
 
-class MessageFraming(msgspec.Struct, frozen=True, gc=False):
-    """How the end of a message's body is found, as its headers say (RFC 9112 section 6.3)."""
+def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
+    """Return whether the body after these headers is chunked, and its length in bytes if the headers tell it.
 
-    is_chunked: bool
-    content_length: int | None
-    """Length of the body in bytes; None without a content-length."""
-
-
-_CHUNKED: Final = MessageFraming(is_chunked=True, content_length=None)
-_WITHOUT_LENGTH: Final = MessageFraming(is_chunked=False, content_length=None)
-
-
-def parse_framing(headers: HeaderBlock) -> MessageFraming:
-    """Return how the body after these headers is framed. Raises ProtocolError if they could be read in two ways."""
+    This is how the end of a message's body is found (RFC 9112 section 6.3). Raises ProtocolError if the headers could
+    be read in two ways.
+    """
     length_line = headers.lines_by_name.get(b"content-length")
     if b"transfer-encoding" in headers.lines_by_name:
         transfer_encodings = headers.get_all(b"transfer-encoding")
         if length_line or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")
-        return _CHUNKED
+        return True, None
     if length_line is None:
-        return _WITHOUT_LENGTH
+        return False, None
     digits = length_line[len(b"content-length:") :].strip(b" \t\r\n")
     if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:  # also if there are two lines, which are joined here
         raise ProtocolError("bad content-length: expected one number")
-    return MessageFraming(is_chunked=False, content_length=int(digits))
+    return False, int(digits)
 
 
 def wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:

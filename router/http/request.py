@@ -210,8 +210,8 @@ class RequestParser:
         if raw_head is None:
             return None
         request = self._parse_head(raw_head)
-        framing = parse_framing(request.headers)
-        is_chunked, body_bytes = framing.is_chunked, framing.content_length or 0
+        is_chunked, content_length = parse_framing(request.headers)
+        body_bytes = content_length or 0
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
         request.has_body = is_chunked or body_bytes > 0

@@ -94,18 +94,18 @@ def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] 
     status = int(status_digits)
     headers = HeaderBlock(data[match.end() : lines_end])
     keep_alive = wants_keep_alive(headers, is_http_1_0=minor_version == b"0")
-    framing = parse_framing(headers)
+    is_chunked, content_length = parse_framing(headers)
     has_no_body = status < 200 or status in (204, 304) or method == "HEAD"
-    is_chunked = framing.is_chunked and not has_no_body
+    is_chunked = is_chunked and not has_no_body
     body: BodyFraming
     if has_no_body:
         body = LengthBody(0)
     elif is_chunked:
         body = ChunkedBody()
-    elif framing.content_length is not None:
-        body = LengthBody(framing.content_length)
+    elif content_length is not None:
+        body = LengthBody(content_length)
     else:
         keep_alive = False
         body = CloseDelimitedBody()
-    head = ResponseHead(status, status_and_reason, headers, body, is_chunked, framing.content_length, keep_alive)
+    head = ResponseHead(status, status_and_reason, headers, body, is_chunked, content_length, keep_alive)
     return head, data[lines_end + 2 :]
