@@ -25,16 +25,24 @@ class RequestError(Exception):
 
     `param`: path of the wrong field (`messages[2].content`); None if no single field is wrong. `code`: a word for
     programs, mostly one of OpenAI's (`model_not_found`, `context_length_exceeded` ...). `status`: HTTP status.
+    `headers`: HTTP headers of the response.
     """
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | int | None = None, status: int = 400
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | int | None = None,
+        status: int = 400,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.headers = headers
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the error in Anthropic's format for a path of its Messages API, else in OpenAI's."""

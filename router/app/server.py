@@ -16,7 +16,7 @@ from router.edge.request_reader import TOKENIZE_PATHS, is_worker_path
 from router.http.connection import ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
-from router.http.local_replies import MethodNotAllowed, UpgradeRequired
+from router.http.local_replies import make_method_error, make_upgrade_error
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 
@@ -95,9 +95,9 @@ class RouterApp:
             reason = "this path is not forwarded to workers; --pass-route forwards it"
             raise make_unknown_path_error(path, self._list_paths(), reason=reason)
         if b"websocket" in request.headers.lines_by_name.get(b"upgrade", b"").lower():
-            raise UpgradeRequired(path)
+            raise make_upgrade_error(path)
         if request.method not in methods and not is_preflight:
-            raise MethodNotAllowed(request, methods)
+            raise make_method_error(request, methods)
         return tenant
 
     def _list_paths(self) -> list[str]:

@@ -7,7 +7,7 @@ Invariant: each request of a connection is answered before the next one is hande
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -18,7 +18,7 @@ from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, build_refusal, build_response_head, iter_error_headers
+from router.http.local_replies import JSON, Header, build_refusal, build_response_head, list_error_headers
 from router.http.request import HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -84,7 +84,7 @@ class Client(Protocol):
     def abort_response(self) -> None:
         """Close the connection in the middle of an answer, so that the client sees that it is incomplete."""
 
-    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+    def respond_error(self, error: RequestError) -> None:
         """Answer with an error."""
 
     def refuse(
@@ -341,15 +341,15 @@ class ClientConnection(asyncio.Protocol):
         self.write(head if is_head_request else head + body)
         self.finish(keep_alive=self._keep_alive)
 
-    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+    def respond_error(self, error: RequestError) -> None:
         body = msgspec.json.encode(error.body("" if self._request is None else self._request.path))
-        self.respond(error.status, body, headers=[*headers, *iter_error_headers(error, headers)])
+        self.respond(error.status, body, headers=list_error_headers(error))
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
         """Answer with an error of the router. `param` is the field of the body that the error is about."""
-        self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
+        self.respond_error(build_refusal(status, code, message, retry_after_s, param=param))
 
     @property
     def tenant(self) -> str:

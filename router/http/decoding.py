@@ -33,15 +33,6 @@ ZSTD_WINDOW_LOG: Final = 23
 _IDENTITY: Final = b"identity"
 
 
-class UnsupportedEncoding(RequestError):
-    """Answers 415 with the codings that are supported."""
-
-    def __init__(self, coding: bytes) -> None:
-        self.accepted_codings = ", ".join(_DECODER_BY_CODING)
-        error = bad_value("content-encoding", coding.decode("latin-1"), self.accepted_codings.replace(", ", " or "))
-        super().__init__(error.message, param=None, code="unsupported_content_encoding", status=415)
-
-
 class _ZstdDecoder:
     """Adapter that gives the decoder of one zstd frame the interface of zlib's decoders."""
 
@@ -96,7 +87,7 @@ _DECODING_ERRORS: Final = (zlib.error, EOFError) if zstd is None else (zlib.erro
 
 
 def get_body_coding(request: HttpRequest) -> str | None:
-    """Return how a body is compressed; None if it is not. Raises UnsupportedEncoding."""
+    """Return how a body is compressed; None if it is not. Raises RequestError if it cannot be decoded."""
     if b"content-encoding" not in request.headers.lines_by_name:
         return None
     coding_header = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
@@ -104,7 +95,11 @@ def get_body_coding(request: HttpRequest) -> str | None:
     if coding_header in (b"", _IDENTITY):
         return None
     if coding not in _DECODER_BY_CODING:
-        raise UnsupportedEncoding(coding_header)
+        accepted_codings = ", ".join(_DECODER_BY_CODING)
+        value, expectation = coding_header.decode("latin-1"), accepted_codings.replace(", ", " or ")
+        message = bad_value("content-encoding", value, expectation).message
+        headers = ((b"accept-encoding", accepted_codings.encode()),)
+        raise RequestError(message, code="unsupported_content_encoding", status=415, headers=headers)
     return coding
 
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from prompts.errors import RequestError
 from prompts.paths import make_unknown_path_error
 from router.http.connection import ClientConnection, TaskResponder
-from router.http.local_replies import JSON, Header, MethodNotAllowed
+from router.http.local_replies import JSON, Header, make_method_error
 from router.http.request import HttpRequest
 
 RENDER_SHARE: Final = 0.05
@@ -136,5 +136,5 @@ class Routes:
     def _make_route_error(self, request: HttpRequest) -> RequestError:
         methods = self.list_methods(request.path)
         if methods:
-            return MethodNotAllowed(request, methods)
+            return make_method_error(request, methods)
         return make_unknown_path_error(request.path, self.list_paths())

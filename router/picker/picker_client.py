@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -18,7 +18,7 @@ from router.http.budget import BufferCharge
 from router.http.connection import Client, Responder, TaskResponder, cancel_responder
 from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
+from router.http.local_replies import JSON, Header, build_refusal, list_error_headers
 from router.http.request import HttpRequest
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
@@ -186,19 +186,19 @@ class PickerClient:
             self.stream.choose(choice)
             self._signal_decision()
 
-    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+    def respond_error(self, error: RequestError) -> None:
         """Have Envoy answer with an error, unless it has sent the request to a worker already."""
         if self.stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
             return
         self.responder = None
-        fields = [(b"content-type", JSON), *headers, *iter_error_headers(error, headers)]
-        self.stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
+        headers = [(b"content-type", JSON), *list_error_headers(error)]
+        self.stream.refuse(error.status, headers, msgspec.json.encode(error.body(self._path)))
         self._signal_decision()
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
-        self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
+        self.respond_error(build_refusal(status, code, message, retry_after_s, param=param))
 
     def crash(self, error: Exception) -> None:
         self.picker.proxy.metrics.record_crash("picker", error)
