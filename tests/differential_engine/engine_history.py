@@ -48,6 +48,7 @@ class UnreliableDevice(FakeDevice):
         self._lines = lines
         self._failing_share = failing_share
         self.fails_when_sent = False
+        self.failed_answers = 0
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._lines.append(_describe_plan(plan, len(self.windows)))
@@ -59,6 +60,7 @@ class UnreliableDevice(FakeDevice):
 
         def add_failures() -> StepResult:
             result = wait_for_result()
+            self.failed_answers += len(failing_chunks)
             result.failure_by_chunk.update(dict.fromkeys(failing_chunks, "the answer cannot go on"))
             return result
 
@@ -91,7 +93,7 @@ class EngineHistory:
         self._core = EngineCore(Scheduler(config, cache), self._device, self._publish, overlaps_steps=overlaps_steps)
         self._texts: list[list[int]] = [[]]
         self._token_ids_by_request: dict[str, list[int]] = {}
-        self._request_count = self._generated_tokens = 0
+        self._request_count = self._generated_tokens = self._reported_failures = 0
         self._now = 0.0
         self.lines.append(f"{family}, {self._size}, blocks of {block_size}, {settings}, overlap {overlaps_steps}")
 
@@ -112,7 +114,9 @@ class EngineHistory:
         for _ in range(self._rng.randint(15, 50)):
             self._rng.choices([action for _, action in actions], shares)[0]()
         self._drain()
-        self.lines.append(f"stats {_describe_stats(self._core, self._generated_tokens)}")
+        # In the recorded histories, an answer that failed after its end took one from the generated tokens.
+        generated_tokens = self._generated_tokens + self._reported_failures - self._device.failed_answers
+        self.lines.append(f"stats {_describe_stats(self._core, generated_tokens)}")
         return self.lines
 
     # ------------------------------------------------------------------ settings
@@ -229,6 +233,7 @@ class EngineHistory:
         for output in self._core.step(self._now):
             self.lines.append(f"output {_describe_output(output)}")
             self._generated_tokens += len(output.token_ids)
+            self._reported_failures += output.is_client_error
             token_ids = self._token_ids_by_request.get(output.request_id)
             if token_ids is not None:
                 token_ids += output.token_ids
