@@ -19,12 +19,13 @@ import msgspec
 from options.bounded_dict import BoundedDict
 from router.decide.config import CoreConfig
 from router.decide.load import MAX_NUM_SEQS_PRIOR
+from router.decide.messages import RouteRequest
 from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import InFlightRequest, PromptQuery, Target
 from router.decide.workers import CacheView, WorkerSpec
-from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex
 
 SHARED_COPY_S: Final = 15.0
 """Time for which later requests are expected to use one more copy of a shared prefix."""
@@ -118,26 +119,30 @@ class CacheState:
                 request.pin = None
 
     # A request's life --------------------------------------------------------------------------------------------
-    def prepare_query(
-        self, ids: Sequence[int], scope: Scope, tokens: int, similar_prompt: PreparedPrompt | None = None
-    ) -> PromptQuery:
-        """Prepare a prompt for the methods below. `similar_prompt`: one that may begin with the same tokens."""
-        return PromptQuery(self._index, self._index.prepare(ids, similar_prompt), scope, tokens)
+    def prepare_query(self, request: RouteRequest) -> PromptQuery | None:
+        """Return a request's prompt, prepared for the methods below; None if it was not tokenised."""
+        if request.token_ids is None:
+            return None
+        prepared_ids = self._index.prepare(request.token_ids, request.similar_prompt)
+        return PromptQuery(self._index, prepared_ids, request.scope, request.prompt_tokens)
 
     def make_shortlist(
-        self, prompt: PromptQuery, order: LoadOrder
-    ) -> tuple[list[Target], dict[HolderId, Match]] | None:
-        """Return the targets that may have the lowest price, and what their caches match of a prompt.
+        self, targets: list[Target], prompt: PromptQuery | None, order: LoadOrder | None
+    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
+        """Return the targets that may win, and their cached prefixes of the prompt if those were looked up.
 
-        A target is left out where RIVALS_MIN others have less load and a prefix at least as long. None if some
-        target has an approximate cache, which the index does not know.
+        In a pool of less than 33 targets all may win, and `order` is None. In a larger one, a target is left out where
+        RIVALS_MIN others have less load and a prefix at least as long. All may win too if some target has an
+        approximate cache, which the index does not know.
         """
-        if self._approximate_caches:
-            return None
+        if order is None or (prompt is not None and self._approximate_caches):
+            return targets, None
+        least_loaded = order.holders[:RIVALS_MIN]
+        if prompt is None:
+            return [order.targets[holder] for holder in least_loaded], None
         index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
         matches = {match.holder: match for match in index_matches}
-        holders = dict.fromkeys([*order.holders[:RIVALS_MIN], *matches])
-        return [order.targets[holder] for holder in holders], matches
+        return [order.targets[holder] for holder in dict.fromkeys([*least_loaded, *matches])], matches
 
     def match(self, prompt: PromptQuery) -> dict[HolderId, Match]:
         """Return what each holder in the index matches of a prompt."""

@@ -36,7 +36,7 @@ from router.decide.price import (
     sum_loads,
 )
 from router.decide.registry import WorkerRegistry
-from router.decide.shortlist import RIVALS_MIN, LoadOrder
+from router.decide.shortlist import LoadOrder
 from router.decide.target import PromptQuery, Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
@@ -159,12 +159,12 @@ class Chooser:
         """
         # Which targets may win, and from which others they could get KV.
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
-        prompt = self._prepare_query(request)
+        prompt = self._cache_state.prepare_query(request)
         load_order: LoadOrder | None = None
         has_special_price = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
         if self._chooses_by_price and not has_special_price:
             load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
-        shortlist, matches = self._make_shortlist(targets, prompt, load_order)
+        shortlist, matches = self._cache_state.make_shortlist(targets, prompt, load_order)
         sources = self._find_sources(request, excluded_sources)
         can_move_prefill = any(map(can_prefill, sources))
         best_sources: list[Target] = []
@@ -198,28 +198,6 @@ class Chooser:
         self._add_plans(explained_choice, plans)
         explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
         return explained_choice
-
-    def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
-        """Return a request's prompt, prepared for look-ups in the prefix index; None if it was not tokenised."""
-        if request.token_ids is None:
-            return None
-        return self._cache_state.prepare_query(
-            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
-        )
-
-    def _make_shortlist(
-        self, targets: list[Target], prompt: PromptQuery | None, load_order: LoadOrder | None
-    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
-        """Return the targets that may win, and their cached prefixes of the prompt if those were looked up.
-
-        In a pool of less than 33 targets all may win, and `load_order` is None. In a larger one, a target is left out
-        if 8 others have less load and at least as long a prefix.
-        """
-        if load_order is None:
-            return targets, None
-        if prompt is None:
-            return [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]], None
-        return self._cache_state.make_shortlist(prompt, load_order) or (targets, None)
 
     def _find_sources(self, request: RouteRequest, excluded_sources: frozenset[str]) -> list[Target]:
         """Return the targets that KV of a request may be moved from.

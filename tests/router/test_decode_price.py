@@ -97,7 +97,8 @@ def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short()
 
 def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
-    prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
+    prompt = core.cache_state.prepare_query(RouteRequest("r", "m", SCOPE, [7] * 3000, 3000))
+    assert prompt is not None
     for name in "abc":
         assert core.cache_state.estimate_shared_prefix(prompt, 15.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
             "two on one: one on each of two"

@@ -245,7 +245,8 @@ def test_a_prompt_evicts_what_finds_no_room_beside_it(
 def test_what_runs_or_is_idle_at_a_target_needs_no_more_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
     core = pool(capacity=8_000)
     state, target = core.cache_state, core.tracker.targets["a"]
-    query = state.prepare_query(list(range(641)), SCOPE, 641)
+    query = state.prepare_query(RouteRequest("r", "m", SCOPE, list(range(641)), 641))
+    assert query is not None
     keys = query.get_chunk_keys(64)
     for _ in range(2):  # four chunks are used twice; then two of them run
         state.recent_prompts.start_prompt(target, keys[:4], 0.0)
