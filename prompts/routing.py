@@ -76,6 +76,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """The field `user_id` of the body's `metadata`."""
     stored_response_id: str | None = None
     """Id of a stored response that the prompt continues, which only one worker has."""
+    opening_digest: str | None = None
+    """Digest of the conversation's beginning, where it was computed without the messages."""
     scores_prompt: bool = False
     """Whether every prompt token gets a logprob, so that engines use no cached tokens."""
     echoes_chat: bool = False

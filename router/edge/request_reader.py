@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from prompts.anthropic import CountRequest
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
 from prompts.schemas import decode_json, make_nesting_error
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
@@ -28,7 +27,7 @@ from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
 from router.prompting.parsed_body import ParsedBody, TokenizedPrompt
 from router.prompting.reader import BodyToRead, PromptReader
-from router.prompting.sessions import Session, SessionNames
+from router.prompting.sessions import Session, SessionNames, digest_opening
 from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
@@ -40,8 +39,6 @@ JSON_PATHS: Final = frozenset((
     "/v1/audio/speech", "/v1/images/generations",
 ))  # fmt: skip
 """Routes without a known prompt, but always with a JSON body."""
-OPENING_ITEMS: Final = 256
-"""Characters or ids at the start of a prompt by which its conversation is recognised."""
 ID_BYTES: Final = 4
 """Bytes of a token id in memory."""
 ESTIMATED_TOKENS_MAX: Final = 131_072
@@ -102,8 +99,8 @@ class RequestReader:
             return None
         has_canaries = self.model_names is not None and self.model_names.has_canaries
         find_model = partial(self._resolve_request, context)
-        body_to_read = BodyToRead(request.pieces, kind, find_model, context.is_wanted, context.tenant)
-        body = self._prompt_reader.begin_read(body_to_read, may_continue=not has_canaries)
+        body_to_read = BodyToRead(request.pieces, kind, find_model, context.is_wanted, context.tenant, has_canaries)
+        body = self._prompt_reader.begin_read(body_to_read)
         if not isinstance(body, ParsedBody):
             return _await_body(context, body)
         context.body = body
@@ -301,19 +298,8 @@ def _get_output_tokens_min(request: RoutingRequest, size: PromptSize, context_to
 
 
 def make_conversation_name(session: Session, request: RoutingRequest) -> str:
-    """Return a name that a conversation has in all of its turns: its session's name, else its opening as JSON."""
-    if session.name is not None:
-        return session.name
-    source, messages = request.source, request.messages
-    opening: object = request.prompt[:OPENING_ITEMS] if isinstance(request.prompt, (str, list)) else None
-    if messages:
-        first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
-        opening = messages[: first + 1]
-    elif isinstance(source, CountRequest):
-        opening = source.system, source.messages[:1]
-    elif source is not None:
-        opening = source.instructions, source.input if isinstance(source.input, str) else source.input[:1]
-    return msgspec.json.encode(opening).decode()
+    """Return a name that a conversation has in all of its turns: its session's name, else a digest of its beginning."""
+    return session.name or request.opening_digest or digest_opening(request)
 
 
 def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from router.prompting.encode import build_tokenize_request, count_further_tokens
 from router.prompting.fields import locate_fields
 from router.prompting.media import read_media
 from router.prompting.parsed_body import ParsedBody, TokenizedPrompt, tokenize_prompt
-from router.prompting.sessions import digest_first_user_message
+from router.prompting.sessions import digest_first_user_message, digest_opening
 from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
@@ -106,12 +107,15 @@ class PromptWorkerPool:
         make_task: Callable[[RoutingRequest], ReadTask],
         is_wanted: Callable[[], bool],
         tenant: str = "",
+        *,
+        needs_opening: bool = False,
     ) -> ReadResult:
         """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
 
         `kind`: API of the body's path; None if the body decides. `make_task`: chooses how to read the prompt, by the
-        routing fields. `is_wanted`: whether the client is still connected. If the process fails at the prompt, the
-        result has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
+        routing fields. `is_wanted`: whether the client is still connected. `needs_opening`: the routing fields include
+        `opening_digest`. If the process fails at the prompt, the result has none. Raises RequestError for a body that
+        is no JSON object, or that cannot be read now.
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
@@ -121,7 +125,7 @@ class PromptWorkerPool:
             nonlocal inspected_body
             if not is_wanted():
                 raise _make_overload_error("the client left")
-            inspected_body = await self._inspect(process, body, kind)
+            inspected_body = await self._inspect(process, body, kind, needs_opening)
             return await self._run_task(process, make_task(inspected_body.request))
 
         self._add_waiting(tenant, body_bytes)
@@ -173,10 +177,12 @@ class PromptWorkerPool:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> ParsedBody:
+    async def _inspect(
+        self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None, needs_opening: bool
+    ) -> ParsedBody:
         """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
         try:
-            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, body, kind)
+            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, body, kind, needs_opening)
         except RequestError:
             self.counts["refused"] += 1
             raise
@@ -225,10 +231,16 @@ def _try_template(state: WorkerState, folder: str, render_s_max: float) -> Templ
     return TemplateTrial(template.is_bounded, problem)
 
 
-def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> ParsedBody:
+def _inspect_body(
+    state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None, needs_opening: bool = False
+) -> ParsedBody:
     """Return what routing needs of a body, without a prompt, and keep the body for `_run_task`."""
     body = b"".join(pieces)
-    state.parsed_body = ParsedBody(read_large_request(body, kind), TokenizedPrompt(), spans=locate_fields(body))
+    request = read_large_request(body, kind)
+    if needs_opening and is_within_bounds(body):
+        with suppress(RequestError, ValueError, RecursionError):  # `_run_task` has the same error
+            request = request.replace(opening_digest=digest_opening(parse_routing_of_kind(request.kind, body)))
+    state.parsed_body = ParsedBody(request, TokenizedPrompt(), spans=locate_fields(body))
     state.body = body
     return state.parsed_body
 

@@ -62,6 +62,8 @@ class BodyToRead(msgspec.Struct, frozen=True, eq=False):
     is_wanted: Callable[[], bool]
     """Whether the client is still connected."""
     tenant: str
+    needs_opening: bool = False
+    """Whether the conversation's beginning may decide the model, as with canaries."""
 
     def join(self) -> bytes:
         return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
@@ -102,15 +104,13 @@ class PromptReader:
 
     # Bodies -----------------------------------------------------------------------------------------------------------
 
-    def begin_read(
-        self, body_to_read: BodyToRead, *, may_continue: bool = True
-    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+    def begin_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Parse a body and tokenise its prompt at once, if that is quick; else return a coroutine that does it.
 
-        `may_continue`: whether the ids of a cached conversation may be used. Raises RequestError for a malformed body.
+        The ids of a cached conversation are used, unless `needs_opening`. Raises RequestError for a malformed body.
         """
         kind, body_bytes = body_to_read.kind, sum(map(len, body_to_read.pieces))
-        if not may_continue or kind is None or not self.conversations.may_have(kind, body_bytes):
+        if body_to_read.needs_opening or kind is None or not self.conversations.may_have(kind, body_bytes):
             return self._begin_whole_read(body_to_read)
         data = body_to_read.join()
         matches = self.conversations.find(kind, data)
@@ -253,7 +253,10 @@ class PromptReader:
     def _read_in_process(
         self, body_to_read: BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
     ) -> Coroutine[Any, Any, ReadResult]:
-        return self.worker_pool.read(body_to_read.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant)
+        return self.worker_pool.read(
+            body_to_read.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant,
+            needs_opening=body_to_read.needs_opening,
+        )  # fmt: skip
 
     # Conversations that return ----------------------------------------------------------------------------------------
 

@@ -6,13 +6,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import xxhash
 
+from prompts.anthropic import CountRequest
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
 
 MAX_NAME_CHARS = 64
 """Longer names, and names that cannot be printed, are replaced by their digest."""
+
+OPENING_ITEMS = 256
+"""Characters or token ids of a completion's prompt that `digest_opening` reads."""
 
 DIGESTED_CHARS = 256
 """Characters of the first user message that `digest_first_user_message` reads."""
@@ -152,6 +157,20 @@ def digest_first_user_message(request: RoutingRequest) -> int:
     if isinstance(content, list):
         content = repr(content[:16])
     return digest_name(content[:DIGESTED_CHARS] if isinstance(content, str) else repr(None))
+
+
+def digest_opening(request: RoutingRequest) -> str:
+    """Digest the beginning of a conversation, up to the first message of the user: it is the same in all turns."""
+    source, messages = request.source, request.messages
+    opening: object = request.prompt[:OPENING_ITEMS] if isinstance(request.prompt, (str, list)) else None
+    if messages:
+        first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
+        opening = messages[: first + 1]
+    elif isinstance(source, CountRequest):
+        opening = source.system, source.messages[:1]
+    elif source is not None:
+        opening = source.instructions, source.input if isinstance(source.input, str) else source.input[:1]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(opening))
 
 
 def digest_name(name: str) -> int:

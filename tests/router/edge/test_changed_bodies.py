@@ -92,6 +92,32 @@ def test_no_field_is_said_twice_to_workers(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
+def test_large_turns_stay_on_the_side_of_their_canary(edge: Any, make_post: Any) -> None:
+    """Conversations without a session, of which a later turn is so large that a process reads it."""
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        workers = {model: await edge.worker(edge.reply(), model=model) for model in ("tiny", "new")}
+        edge.dispatcher.reader.model_names = ModelNames(TenancyConfig(model_canaries=("tiny=new:0.5",)))
+        later_turns = [{"role": "assistant", "content": LONG["text"]}, {"role": "user", "content": "and now?"}]
+        models_by_path: dict[str, set[str]] = {}
+        for path, field in (("chat/completions", "messages"), ("messages", "messages"), ("responses", "input")):
+            for number in range(12):
+                turns = [{"role": "user", "content": f"question {number}"}]
+                models = []
+                for sent_turns in (turns, turns + later_turns):
+                    data = json.dumps({"model": "tiny", "max_tokens": 16, field: sent_turns}).encode()
+                    assert status(await edge.exchange(make_post(data, f"/v1/{path}".encode()))) == 200
+                    models += [model for model, worker in workers.items() if worker.received]
+                    for worker in workers.values():
+                        worker.received.clear()
+                assert models == [models[0]] * 2
+                models_by_path.setdefault(path, set()).update(models)
+        assert list(models_by_path.values()) == [{"tiny", "new"}] * 3
+
+    edge.run(scenario())
+
+
 PRIORITIES: list[tuple[str, int | None]] = [
     ("-5.0", 0), ('"-5"', 0), ('" -5 "', 0), ('"-5.0"', 0), ("-1180591620717411303424", 0), ("-9223372036854775809", 0),
     ('"-1_0"', 0), ("-0", 0), ("true", 1), ("7", 7), ('"7"', 7), ("null", 0), ("-0.5", None), ("[-5]", None),

@@ -138,7 +138,7 @@ def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make
     async def scenario() -> None:
         gate = asyncio.Event()
 
-        async def refuse(*_: Any) -> Any:
+        async def refuse(*_: Any, **__: Any) -> Any:
             await gate.wait()
             raise RequestError("the client left", param=None, status=503)
 
