@@ -286,7 +286,7 @@ class IndexFeed:
         """Return how late the last batch of each worker was applied, in seconds, of several ranks the latest."""
         longest_lags: dict[str, float] = {}
         for worker_id, streams in list(self._streams_by_worker.items()):
-            last_lags_s = [stream.last_event_lag_s for stream in streams]
+            last_lags_s = [stream.last_event.lag_s for stream in streams]
             known_lags_s = [lag_s for lag_s in last_lags_s if lag_s is not None]
             if known_lags_s:
                 longest_lags[worker_id] = max(known_lags_s)

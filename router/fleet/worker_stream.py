@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from events.codec import decode_batch_rank, read_batch_time
 from events.feed_sockets import StreamSource
@@ -77,6 +77,15 @@ def make_stream_counters() -> Counter[str]:
     return Counter(dict.fromkeys(STREAM_COUNTERS, 0))
 
 
+class AppliedBatch(NamedTuple):
+    """When a batch was applied."""
+
+    at_s: float | None = None
+    """Wall-clock time; None: there was no batch yet."""
+    lag_s: float | None = None
+    """Time from the making of the batch, by the worker's clock, until then; None if the batch does not tell it."""
+
+
 _STREAM_NUMBERS = itertools.count()
 """Numbers of streams. No `stream_id` is used twice, so late messages of a replaced stream are told apart."""
 
@@ -107,10 +116,8 @@ class WorkerStream:
     """`position` when the worker died, until a batch shows whether the worker came back as a new process."""
     wrong_rank: int | None = None
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
-    last_event_s: float | None = None
-    """Wall-clock time when the last live batch was applied."""
-    last_event_lag_s: float | None = None
-    """Time from the making of that batch, by the worker's clock, until then; None if the batch does not tell it."""
+    last_event: AppliedBatch = field(default_factory=AppliedBatch)
+    """Last live batch."""
     stream_id: str = field(init=False)
     topic: str = field(init=False)
     """Topic under which the worker publishes, as its description or its first message says."""
@@ -162,7 +169,7 @@ class WorkerStream:
             self.counters[name] += getattr(report, name)
         if batch.origin is Origin.LIVE:
             now_s, made_s = time.time(), read_batch_time(batch.payload)
-            self.last_event_s, self.last_event_lag_s = now_s, None if made_s is None else now_s - made_s
+            self.last_event = AppliedBatch(now_s, None if made_s is None else now_s - made_s)
         else:
             self.counters["replayed" if batch.origin is Origin.REPLAY else "snapshots"] += 1
         self.record_skipped(report.malformed)
@@ -234,8 +241,8 @@ class WorkerStream:
             "up": self.is_up,
             "phase": state.phase.value if self.is_up and state is not None else "disconnected",
             "last_seq": self.last_seq,
-            "last_event_s": self.last_event_s,
-            "last_event_lag_s": self.last_event_lag_s,
+            "last_event_s": self.last_event.at_s,
+            "last_event_lag_s": self.last_event.lag_s,
             **self.counters,
             "problems": list(self.problems),
             "groups": groups,
