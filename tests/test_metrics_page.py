@@ -56,7 +56,7 @@ def declare_router_metrics() -> list[Metric]:
 def declare_engine_metrics() -> list[Metric]:
     """Return the families of an engine with events, a simulation and transfers."""
     stats = AnyValues()
-    stats.transfers = TransferStats()  # type: ignore[attr-defined]
+    stats.__dict__.update(transfers=TransferStats(), host_memory=AnyValues(), totals=AnyValues())
     core_report: Any = SimpleNamespace(stats=stats, publisher_stats=AnyValues(), simulation_lag=AnyValues())
     info: Any = AnyValues()
     return list(collect_families(ServerMetrics(), core_report, info, "m"))
