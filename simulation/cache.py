@@ -1,4 +1,4 @@
-"""Block cache of a simulated engine: leaf-first LRU. Pure."""
+"""Block cache of a simulated engine: leaf-first LRU, with host memory for evicted blocks. Pure."""
 
 from __future__ import annotations
 
@@ -10,31 +10,44 @@ class SimCache:
     """Block cache of one worker, or of several that share it.
 
     A block is referenced (running requests use it), idle (kept for later hits) or unnamed (reserved, not computed yet).
-    Together they are at most `capacity`; only a shared cache may exceed it, see `reserve`.
+    Together they are at most `capacity`; only a shared cache may exceed it, see `reserve`. Evicted blocks move to host
+    memory of `host_capacity` blocks, and a hit moves them back.
     """
 
-    def __init__(self, capacity: int | None, *, is_shared: bool = False) -> None:
-        """Make an empty cache of `capacity` blocks (None: infinite). `is_shared`: whether several workers use it."""
+    def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
+        """Make an empty cache of `capacity` blocks (None: infinite) and of `host_capacity` blocks in host memory.
+
+        `is_shared`: whether several workers use it.
+        """
         self.capacity = capacity
+        self.host_capacity = host_capacity
         self.is_shared = is_shared
 
+        # Blocks on the device, and in host memory.
         self.reference_count_by_block: dict[int, int] = {}
         """Number of running requests that use each block."""
         self.idle_blocks: OrderedDict[int, None] = OrderedDict()
         """Blocks without references, the least recently used first."""
         self.unnamed_blocks = 0
         """Number of reserved blocks that are not computed yet."""
+        self.host_blocks: OrderedDict[int, None] = OrderedDict()
+        """Blocks in host memory, the least recently used first."""
+        self.last_loaded_blocks = 0
+        """Number of blocks that the last `reserve` moved back from host memory."""
 
+        # Listeners.
         self.on_store: Callable[[list[int], int | None], None] | None = None
         """Called with new consecutive blocks of a prompt, and the block before them."""
         self.on_remove: Callable[[list[int]], None] | None = None
         """Called with evicted blocks."""
+        self.on_move: Callable[[list[int], bool], None] | None = None
+        """Called with blocks that moved, and whether they moved to host memory."""
 
     def count_cached_prefix(self, block_ids: list[int], max_blocks: int) -> int:
         """Count the blocks of the longest cached prefix of a prompt, at most `max_blocks`."""
-        reference_counts, idle_blocks = self.reference_count_by_block, self.idle_blocks
+        reference_counts, idle_blocks, host_blocks = self.reference_count_by_block, self.idle_blocks, self.host_blocks
         for index, block in enumerate(block_ids):
-            is_cached = block in reference_counts or block in idle_blocks
+            is_cached = block in reference_counts or block in idle_blocks or block in host_blocks
             if index >= max_blocks or not is_cached:
                 return index
         return len(block_ids)
@@ -56,7 +69,7 @@ class SimCache:
         cached_block_ids, new_block_count = block_ids[:hit_blocks], block_count - hit_blocks
         if not force and not self._has_room(cached_block_ids, new_block_count):
             return False
-        self._reference(cached_block_ids)
+        self.last_loaded_blocks = self._reference(cached_block_ids)
         self.unnamed_blocks += new_block_count
         self.evict_excess()
         return True
@@ -76,21 +89,40 @@ class SimCache:
         if excess <= 0:
             return
         evicted_blocks = [self.idle_blocks.popitem(last=False)[0] for _ in range(excess)]
-        if self.on_remove is not None:
+        if self.host_capacity:
+            evicted_blocks = self._store_in_host(evicted_blocks)
+        if evicted_blocks and self.on_remove is not None:
             self.on_remove(evicted_blocks)
 
-    def _reference(self, cached_block_ids: list[int]) -> None:
-        """Count one more running request that uses these cached blocks."""
-        reference_counts = self.reference_count_by_block
+    def _store_in_host(self, blocks: list[int]) -> list[int]:
+        """Move blocks to host memory; return those that host memory evicts for them."""
+        self.host_blocks.update(dict.fromkeys(blocks))
+        if self.on_move is not None:
+            self.on_move(blocks, True)
+        return [self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)]
+
+    def _reference(self, cached_block_ids: list[int]) -> int:
+        """Count one more running request that uses these cached blocks; return how many were in host memory.
+
+        Those move back to the device.
+        """
+        reference_counts, loaded_blocks = self.reference_count_by_block, []
         for block in cached_block_ids:
             if block in reference_counts:
                 reference_counts[block] += 1
                 continue
             reference_counts[block] = 1
-            del self.idle_blocks[block]
+            if block in self.host_blocks:
+                del self.host_blocks[block]
+                loaded_blocks.append(block)
+            else:
+                del self.idle_blocks[block]
+        if loaded_blocks and self.on_move is not None:
+            self.on_move(loaded_blocks, False)
+        return len(loaded_blocks)
 
     def _is_cached(self, block: int) -> bool:
-        return block in self.reference_count_by_block or block in self.idle_blocks
+        return block in self.reference_count_by_block or block in self.idle_blocks or block in self.host_blocks
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
         """Give the reserved blocks [start, end) of a request their ids, now that they are computed.

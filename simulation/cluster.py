@@ -68,6 +68,9 @@ class Router:
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         """Handle the event that a worker evicted blocks."""
 
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        """Handle the event that blocks moved to host memory if `to_host`, else back to the GPU."""
+
     def tick_s(self) -> float | None:
         """Return the seconds until `tick` is to be called; None if no call is due."""
         return None
@@ -83,6 +86,8 @@ class WorkerConfig:
     step_times: StepTimes
     cache_blocks: int | None
     """Blocks of the KV cache; None: infinite."""
+    host_blocks: int = 0
+    """Blocks of host memory for evicted KV."""
     roles: frozenset[str] = frozenset()
     """Roles that routers know: "prefill", "decode"; none: the worker does both."""
 
@@ -360,6 +365,7 @@ class Cluster:
         for worker in self.workers:
             worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
             worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
+            worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
 
     def _publish(self, method: str, worker: int, *arguments: object) -> None:
         """Call a method of every router after the delay of events."""
@@ -378,7 +384,7 @@ def _make_workers(config: ClusterConfig, block_size: int) -> list[SimWorker]:
         SimWorker(
             number,
             worker.step_times,
-            shared_cache or SimCache(worker.cache_blocks),
+            shared_cache or SimCache(worker.cache_blocks, host_capacity=worker.host_blocks),
             config.limits,
             block_size,
         )
@@ -390,4 +396,4 @@ def _make_shared_cache(workers: Sequence[WorkerConfig]) -> SimCache:
     """Return a cache as large as those of all workers together."""
     is_infinite = any(worker.cache_blocks is None for worker in workers)
     capacity = None if is_infinite else sum(worker.cache_blocks or 0 for worker in workers)
-    return SimCache(capacity, is_shared=True)
+    return SimCache(capacity, is_shared=True, host_capacity=sum(worker.host_blocks for worker in workers))

@@ -73,6 +73,8 @@ class SimSequence:
     """Leading blocks of the prompt that the cache has under their ids: cached, or computed to their end."""
     reserved_blocks: int = 0
     """All blocks that the sequence holds, registered or not."""
+    blocks_to_load: int = 0
+    """Blocks that the next step brings back from host memory."""
     admission_order: int = 0
     """Number of sequences that the engine admitted before this one, plus one: the highest is preempted first."""
     finish_step: int = 0
@@ -286,11 +288,13 @@ class SimWorker:
         return chunk_tokens
 
     def _compute_prefill_step_s(self) -> float:
-        """Return the time of a step with the planned chunks, and count what it computes."""
+        """Return the time of a step with the planned chunks, and count what it computes and loads."""
         step_times = self.step_times
         step_s = step_times.compute_decode_s(len(self.decoding_heap), self.decoding_context_tokens)
         for sequence, chunk_tokens in self._chunks:
             step_s += step_times.compute_prefill_s(chunk_tokens, sequence.computed_tokens)
+            step_s += step_times.load_s_per_token * self.block_size * sequence.blocks_to_load
+            sequence.blocks_to_load = 0
             self.prefilled_tokens += chunk_tokens
         return step_s
 
@@ -334,6 +338,7 @@ class SimWorker:
             return False
         if not self.cache.reserve(sequence.request.block_ids, hit_blocks, needed_blocks, force=must_fit):
             return False
+        sequence.blocks_to_load = self.cache.last_loaded_blocks
         self._admission_count += 1
         sequence.admission_order = self._admission_count
         sequence.registered_blocks = hit_blocks

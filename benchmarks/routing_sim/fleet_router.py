@@ -1,10 +1,11 @@
-"""The router under test in fleets beyond those of `router shadow`: several routers, KV that moves."""
+"""The router under test in fleets beyond those of `router shadow`: several routers, KV that moves, host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from events.types import BlockRemoved, BlockStored
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.messages import Decision, Instruction, TransferKind
 from router.decide.workers import TransferFacts, WorkerSpec
@@ -56,15 +57,25 @@ class FleetRouter(CoreRouter):
             cluster.schedule(0.0, self._send_heartbeat)
 
     def describe_worker(self, number: int, worker: WorkerConfig) -> WorkerSpec:
-        """Return what a router knows of a simulated worker, with its roles and transfers."""
+        """Return what a router knows of a simulated worker, with its roles, host memory and transfers."""
         spec = super().describe_worker(number, worker)
         if self.cluster.config.link_times is not None:
             transfer = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
             spec = replace(spec, transfer=transfer)
-        return replace(spec, roles=worker.roles)
+        return replace(spec, host_tokens=worker.host_blocks * self.cluster.workload.block_size, roles=worker.roles)
 
     def on_prefill_end(self, request: SimRequest, now: float) -> list[Placement]:
         return self.perform(self.core.record_prefill_end(str(request.index), now))
+
+    def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
+        medium = "CPU" if self.cluster.config.workers[worker].host_blocks else "GPU"
+        self.ingest(worker, now, BlockRemoved(list(ids), medium))
+
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        """Announce blocks that moved to host memory if `to_host`, else back to the GPU."""
+        new_medium, old_medium = ("CPU", "GPU") if to_host else ("GPU", "CPU")
+        stored_event = BlockStored(list(ids), None, [], 0, None, new_medium, None)
+        self.ingest(worker, now, stored_event, BlockRemoved(list(ids), old_medium))
 
     def make_placement(self, request_index: int, decision: Decision) -> Placement:
         """Return the placement that a decision makes of a request, with the source of its KV."""

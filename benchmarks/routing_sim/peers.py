@@ -19,8 +19,8 @@ from simulation.workload import SimRequest
 class Residency(Router):
     """Which blocks each worker holds, as its events said so far, and what is in flight where."""
 
-    CREDIT = 1.0
-    """Number of blocks that a cached block counts as."""
+    DEVICE_CREDIT = HOST_CREDIT = 1.0
+    """Cached blocks that a block on the device, and one in host memory, count as."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -29,6 +29,8 @@ class Residency(Router):
         super().attach(cluster)
         self.count = len(cluster.workers)
         self.resident: list[set[int]] = [set() for _ in range(self.count)]
+        self.host_blocks: list[set[int]] = [set() for _ in range(self.count)]
+        """Of these, in host memory."""
         self.in_flight = [0] * self.count
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -36,6 +38,10 @@ class Residency(Router):
 
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         self.resident[worker].difference_update(ids)
+        self.host_blocks[worker].difference_update(ids)
+
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        (self.host_blocks[worker].update if to_host else self.host_blocks[worker].difference_update)(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""
@@ -43,8 +49,12 @@ class Residency(Router):
         return [prefix_len(ids, blocks) for blocks in self.resident]
 
     def credited_blocks(self, request: SimRequest) -> list[float]:
-        """Cached prefix of each worker in blocks, times `CREDIT`."""
-        return [self.CREDIT * count for count in self.prefix_blocks(request)]
+        """Cached prefix of each worker in blocks, weighted by `DEVICE_CREDIT` and `HOST_CREDIT`."""
+        block_credits = []
+        for count, host_blocks in zip(self.prefix_blocks(request), self.host_blocks):
+            host_count = sum(block in host_blocks for block in request.block_ids[:count]) if host_blocks else 0
+            block_credits.append(self.DEVICE_CREDIT * (count - host_count) + self.HOST_CREDIT * host_count)
+        return block_credits
 
     def choose(self, request: SimRequest, now: float) -> int:
         raise NotImplementedError
@@ -181,10 +191,12 @@ class Dynamo(QueuedPrefills):
         cost = overlap_score_weight * potential prefill blocks + potential decode blocks
 
     potential prefill = tokens routed there and not yet prefilled, plus this prompt's uncached ones, over the block
-    size; potential decode = blocks of the requests active there, this one's included, shared blocks once. Weight 1.0
-    and router_temperature 0 (the least cost) by default; ties at random.
+    size, where a block in host memory counts for three quarters of a cached one; potential decode = blocks of the
+    requests active there, this one's included, shared blocks once. Weight 1.0 and router_temperature 0 (the least cost)
+    by default; ties at random.
     """
 
+    HOST_CREDIT = 0.75
     ACTIVE_REQUEST_TOKENS = 0.0
     """Cost of each request in flight there, as tokens of prefill at weight 1."""
 
@@ -232,7 +244,7 @@ class DynamoAgentic(Dynamo):
     A block of the simulation is larger than 16 tokens: the weight of an active request is kept in tokens.
     """
 
-    CREDIT = 2.0
+    DEVICE_CREDIT = 2.0
     ACTIVE_REQUEST_TOKENS = 64 * 16
 
     def __init__(self, seed: int = 0) -> None:
@@ -258,12 +270,13 @@ class LMetric(QueuedPrefills):
 class LlmD(Residency):
     """llm-d's scheduler with the weights of its precise-prefix guide: prefix 2, KV utilisation 1, queue 1.
 
-    prefix = unbroken cached prefix / prompt in blocks; KV = 1 - used share of the pages; queue = (max - q) /
-    (max - min) over the waiting requests, 1 if all are equal. Gauges are scraped every 50 ms; the best sum wins, ties
-    at random.
+    prefix = unbroken cached prefix / prompt in blocks, where one in host memory counts for 0.8 (the indexer's default);
+    KV = 1 - used share of the pages; queue = (max - q) / (max - min) over the waiting requests, 1 if all are equal.
+    Gauges are scraped every 50 ms; the best sum wins, ties at random.
     """
 
     SCRAPE_S = 0.05
+    HOST_CREDIT = 0.8
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)

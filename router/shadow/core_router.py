@@ -80,7 +80,7 @@ class BlockScaledIndex:
 class CoreRouter(Router):
     """Router of a simulation that decides as `router run` does, with its core and index.
 
-    Workers move no KV in the simulation.
+    Workers move no KV in the simulation, and have no host memory.
     """
 
     def __init__(self, config: CoreConfig, *, seed: int = 0) -> None:

@@ -138,6 +138,46 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
     assert (cache.unnamed_blocks, cache.reference_count_by_block) == (0, {})
 
 
+def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
+    cache = sim.cache.SimCache(3, host_capacity=2)
+    moves: list[tuple[list[int], bool]] = []
+    removed_blocks: list[int] = []
+    cache.on_move = lambda ids, down: moves.append((ids, down))
+    cache.on_remove = removed_blocks.extend
+    for ids in ([1, 2, 3], [7, 8]):
+        assert cache.reserve(ids, 0, len(ids))
+        cache.register(ids, 0, len(ids))
+        cache.release(ids, 0)
+    assert (moves, removed_blocks, list(cache.host_blocks)) == ([([3, 2], True)], [], [3, 2])
+    assert cache.count_cached_prefix([1, 2, 3], 5) == 3
+    assert cache.reserve([1, 2], 2, 3)
+    assert cache.last_loaded_blocks == 1
+    assert moves[1:] == [([2], False), ([8, 7], True)]
+    assert (removed_blocks, list(cache.host_blocks)) == ([3], [8, 7])
+    cache.register([1, 2, 7], 2, 3)
+    assert moves[-1] == ([7], False), "computed although it was below: not there any more"
+    cache.release([1, 2, 7], 0)
+    assert (cache.unnamed_blocks, cache.reference_count_by_block, list(cache.host_blocks)) == (0, {}, [8])
+
+
+def test_what_comes_back_takes_time(sim: Any) -> None:
+    """Two conversations take turns in a cache that holds one; the second turn of each is loaded, not computed."""
+    requests = []
+    for i in range(4):
+        ids = [100 * (i % 2) + k for k in range(9)]
+        sim_request = sim.workload.SimRequest(i, i, 10.0 * i, 9 * 512 - 2, 2, ids)
+        sim_request.final_block_ids = ids[:8]
+        requests.append(sim_request)
+    service = StepTimes(load_s_per_token=1e-6)
+    config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(service, 10, host_blocks=20)])
+    result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
+    computed_ttft_s, loaded_ttft_s = result.ttft_s_by_request[0], result.ttft_s_by_request[2]
+    assert result.hit_tokens_by_request[2] == 8 * 512
+    loaded_s = loaded_ttft_s - service.compute_decode_s(0, 0) - service.compute_prefill_s(510, 8 * 512)
+    assert 0 < loaded_s <= 8 * 512 * 1e-6 + 1e-9
+    assert loaded_ttft_s < 0.3 * computed_ttft_s
+
+
 def test_transfers_share_the_links_of_both_ends(sim: Any) -> None:
     """100 tokens a second. From worker 0, 100 tokens go to 1 and 200 to 2; from 3, 100 go to 2, a second later."""
     links, ends = sim.transfers.Links(100.0), {}
@@ -268,18 +308,23 @@ def test_lmetric_by_hand(sim: Any) -> None:
     assert (policy.prefill_tokens[1], policy.in_flight[1]) == (512, 2)
 
 
-def test_peers_credit_cached_blocks(sim: Any) -> None:
+def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) -> None:
+    """Two of worker 1's four blocks have moved: Dynamo counts 3.5 of them, its agentic preset 5.5, llm-d 3.6."""
     sim_request = request(sim, 0, list(range(8)))
     for peer_policy, credit in (
-        (sim.peers.Dynamo(1.0), 1.0),
-        (sim.peers.DynamoAgentic(), 2.0),
-        (sim.peers.LlmD(), 1.0),
+        (sim.peers.Dynamo(1.0), 3.5),
+        (sim.peers.DynamoAgentic(), 5.5),
+        (sim.peers.LlmD(), 3.6),
+        (sim.peers.LeastRequests(), 4.0),
     ):
         policy = attach_policy(sim, peer_policy)
         policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
+        policy.on_blocks_moved(1, [2, 3], True, 1.0)
+        assert policy.credited_blocks(sim_request) == pytest.approx([0.0, credit])
         assert policy.prefix_blocks(sim_request) == [0, 4]
+        policy.on_blocks_moved(1, [2], False, 2.0)
         policy.on_blocks_removed(1, [3], 3.0)
-        assert policy.credited_blocks(sim_request) == [0.0, 3.0 * credit]
+        assert policy.credited_blocks(sim_request) == [0.0, 3.0 * policy.DEVICE_CREDIT]
 
 
 def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
