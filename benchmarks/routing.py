@@ -23,7 +23,7 @@ under our price and under the rules of other routers.
 
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
-The service model is assumed, not measured: docs/measurements/routing.md tells what it leaves out.
+The service model is assumed, not measured: --help has its parameters, docs/measurements/routing.md what it leaves out.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from typing import Any
 import _path  # noqa: F401
 from harness.figures import describe_machine, format_facts, markdown_table, write_json
 from routing_sim import disaggregation, grid
+from routing_sim.fleet_router import KV_BYTES_PER_TOKEN
 from routing_sim.runs import (
     ABLATIONS,
     BOUNDS,
@@ -57,6 +58,8 @@ from routing_sim.runs import (
 )
 from routing_sim.traces import generate_tool_use, read_trace
 
+from simulation.engine import EngineLimits
+from simulation.steps import StepTimes
 from simulation.workload import Workload
 
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
@@ -75,11 +78,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
                         help="percent of the working set (default 10,30,100)")  # fmt: skip
     parser.add_argument("--load", type=_floats, default=[70.0, 95.0], help="percent of saturation (default 70,95)")
     parser.add_argument("--policy", action="append", choices=[*POLICIES, *EXTRA], help="only these (and the bounds)")
+    parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
     parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
+    parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
+    parser.add_argument("--skip", type=int, help="requests at the start of a trace that are not scored (a tenth)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
+    parser.add_argument("--host-memory", type=float, default=0.0, help="under each cache, times its size")
+    parser.add_argument(
+        "--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES_PER_TOKEN:,} bytes a token"
+    )
+    parser.add_argument("--transfer-gb-s", type=float, default=0.0, help="rate at which ours moves KV (0: it does not)")
+    parser.add_argument("--prefill-order", choices=["arrival", "shortest"], default="arrival",
+                        help="which prompt an engine computes first; 100 %% load is that of arrival")  # fmt: skip
+    for name, value in asdict(StepTimes()).items():
+        if name == "load_s_per_token":
+            continue
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
     parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
     parser.add_argument("--disaggregated", action="store_true", help="see routing_sim/disaggregation.py")
     parser.add_argument("--ablate", action="store_true", help="with --grid: ours without each term, beside ours")
@@ -111,9 +129,23 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.disaggregated:
         run_disaggregated(arguments)
         return
+    load_s = KV_BYTES_PER_TOKEN / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
+    step_times = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
+    service = StepTimes(**step_times, load_s_per_token=load_s)
+    options = Options(
+        service=service,
+        limits=EngineLimits(shortest_first=arguments.prefill_order == "shortest"),
+        event_delay_s=arguments.event_delay,
+        routers=arguments.routers,
+        seed=arguments.seed,
+        skip=arguments.skip,
+        host_memory=arguments.host_memory,
+        transfer_gb_s=arguments.transfer_gb_s,
+        slow_workers={} if arguments.slow_worker is None else {0: arguments.slow_worker},
+    )
     host = describe_machine()
     print(format_facts(host))
-    document = run_traces(arguments, Options(routers=arguments.routers, seed=arguments.seed))
+    document = run_traces(arguments, options)
     write_json(arguments.json, {**document, "machine": host})
 
 

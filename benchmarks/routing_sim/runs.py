@@ -17,10 +17,11 @@ from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
 from routing_sim import peers
-from routing_sim.fleet_router import FleetRouter
+from routing_sim.fleet_router import KV_BYTES_PER_TOKEN, FleetRouter
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
+from simulation.transfers import LinkTimes
 from simulation.workload import Workload
 
 WARM_SHARE = 0.1
@@ -30,8 +31,6 @@ LOAD_FACTOR = 4.0
 load."""
 SATURATED = "dynamo_w1"
 """Dynamo's default."""
-EVENT_DELAY_S = 0.02
-"""Time until a router hears of an event."""
 COLLAPSE_S = 900.0
 """A run whose oldest waiting request has waited so long is cut while load is calibrated."""
 
@@ -54,11 +53,16 @@ class Options:
 
     service: StepTimes = field(default_factory=StepTimes)
     limits: EngineLimits = field(default_factory=EngineLimits)
+    event_delay_s: float = 0.02
     routers: int = 1
     slow_workers: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
+    host_memory: float = 0.0
+    """Times each worker's cache, under it; the saturation is that without, and with prompts as they come."""
+    transfer_gb_s: float = 0.0
+    """Rate of each worker's link to the others, at KV_BYTES_PER_TOKEN; 0: no KV moves."""
     cache_blocks: int | None = None
     """Each worker's cache, where the setting does not say it as a share of the working set."""
 
@@ -137,8 +141,12 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
         round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1
     )
     factors = [options.slow_workers.get(i, 1.0) for i in range(setting.workers)]
-    workers = [WorkerConfig(options.service.scale(factor, factor), blocks) for factor in factors]
-    return ClusterConfig(workers, speed, EVENT_DELAY_S, limits=options.limits)
+    workers = [
+        WorkerConfig(options.service.scale(factor, factor), blocks, int(blocks * options.host_memory))
+        for factor in factors
+    ]
+    link_times = LinkTimes(options.transfer_gb_s * 1e9 / KV_BYTES_PER_TOKEN) if options.transfer_gb_s else None
+    return ClusterConfig(workers, speed, options.event_delay_s, limits=options.limits, link_times=link_times)
 
 
 def run(
@@ -157,7 +165,7 @@ def run(
     if policy in BOUNDS:
         config = replace(config, has_shared_cache=True)
         if policy == "INF":
-            infinite_workers = [replace(worker, cache_blocks=None) for worker in config.workers]
+            infinite_workers = [replace(worker, cache_blocks=None, host_blocks=0) for worker in config.workers]
             config = replace(config, workers=infinite_workers)
         routers = [peers.LeastWork()]
     else:
@@ -210,7 +218,9 @@ class Calibration:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._speeds:
-            self._speeds[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}))
+            limits = replace(options.limits, shortest_first=False)
+            plain = replace(options, routers=1, slow_workers={}, host_memory=0.0, limits=limits)
+            self._speeds[key] = _saturation(setting, workload, plain)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._speeds, indent=1, sort_keys=True))
         return self._speeds[key]
@@ -222,7 +232,9 @@ class Calibration:
             digest.update(
                 repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.previous_index, r.block_ids[-1:])).encode()
             )
-        settings = (asdict(options.service), EVENT_DELAY_S, LOAD_FACTOR)
+        service = asdict(options.service)
+        del service["load_s_per_token"]  # the saturation is that without host memory
+        settings = (service, options.event_delay_s, LOAD_FACTOR)
         digest.update(repr(settings).encode())
         name = f"{setting.trace}/{len(workload.requests)}/n{setting.workers}/c{setting.cache_share}"
         return f"{name}/{digest.hexdigest()[:12]}"
