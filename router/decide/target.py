@@ -306,8 +306,6 @@ class Target:
         """Load that the engine reports and that no router sent."""
         self.engine_load: EngineLoad | None = None
         """Last report of the engine; None if it reports nothing, or nothing lately."""
-        self.engine_reported_s = -math.inf
-        """When that report came."""
 
         # Derived from all these by `recompute_decode_load`.
         self.slowdown = 1.0

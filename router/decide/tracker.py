@@ -100,6 +100,8 @@ class LoadTracker:
         """Time to which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """Load by other routers' requests: by router, then by name of the target."""
+        self._engine_reported_at_s: dict[str, float] = {}
+        """When the engine of each target last reported its load."""
         self.changed_targets: set[str] = set()
         """Names of targets to which this router's load has changed since it was last reported to the other routers."""
         self.load_orders: dict[tuple[str, str | None], LoadOrder] = {}
@@ -121,6 +123,7 @@ class LoadTracker:
         target = self.targets.pop(name, None)
         if target is not None:
             target.speed.pool.members.remove(target.speed)
+        self._engine_reported_at_s.pop(name, None)
         self.changed_targets.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -565,13 +568,13 @@ class LoadTracker:
         `engine_load`: None if the engine did not answer. Its last report then stays valid for REPORT_VALID_S.
         `in_flight`: number of this router's requests at the target when the engine was asked.
         """
-        target = self.targets.get(name)
-        if target is None or (engine_load is None and now - target.engine_reported_s <= REPORT_VALID_S):
+        target, reported_at_s = self.targets.get(name), self._engine_reported_at_s.get(name, -math.inf)
+        if target is None or (engine_load is None and now - reported_at_s <= REPORT_VALID_S):
             return
         target.advance_work_totals(now)
         target.engine_load, target.external_load = engine_load, NO_PEER_LOAD
         if engine_load is not None:
-            target.engine_reported_s = now
+            self._engine_reported_at_s[name] = now
             target.external_load = self._estimate_external_load(target, engine_load, in_flight)
         self._merge_peer_load(target)
 
