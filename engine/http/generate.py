@@ -30,7 +30,7 @@ from engine.process.client import OutputStream
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
-from engine.protocol.logprobs import LogprobFormatter
+from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ParsedRequest, read_response, read_response_references
 from engine.protocol.responses import ResponsesFormatter
@@ -241,10 +241,14 @@ async def format_logprobs(formatter: ResponseFormatter, deltas: list[tuple[Choic
     """
     if isinstance(formatter, MessagesFormatter):  # Anthropic's API has no logprobs
         return 0
-    formatted_count = 0
+    formatted_count = positions_since_pause = 0
     for choice, delta in deltas:
         formatted_count += count_logprobs(delta.logprobs) + count_logprobs(delta.prompt_logprobs)
+        positions_since_pause += len(delta.logprobs) + len(delta.prompt_logprobs)
         for _ in formatter.format_logprobs(choice, delta):
+            await asyncio.sleep(0)
+        if positions_since_pause >= PART_POSITIONS:  # of several choices with a few positions each
+            positions_since_pause = 0
             await asyncio.sleep(0)
     return formatted_count
 

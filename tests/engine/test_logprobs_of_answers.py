@@ -165,7 +165,7 @@ def score(top: int) -> TokenLogprobs:
     return TokenLogprobs.pack(9, -1.0, 1, [(i, -2.0) for i in range(top)])
 
 
-@pytest.mark.parametrize(("samples", "tokens", "prompt"), [(16, 200, 0), (1, 1, 3000), (2, 500, 1000)])
+@pytest.mark.parametrize(("samples", "tokens", "prompt"), [(16, 200, 0), (1, 1, 3000), (2, 500, 1000), (128, 30, 0)])
 def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens: int, prompt: int) -> None:
     generation, answer = completion(n=samples, max_tokens=tokens, logprobs=20, prompt_logprobs=20)
     pieces = [
