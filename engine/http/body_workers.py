@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-import msgspec
-
 from engine.grammars import GrammarVocabulary
 from engine.protocol.params import ModelLimits
-from engine.structured_output.constraint import RequestedConstraint
+from engine.structured_output.constraint import EncodedConstraint
 from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer, field_error
@@ -101,12 +99,12 @@ class BodyReader:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may") from error
 
-    async def check(self, requested: RequestedConstraint, tenant: str = "") -> Constraint:
+    async def check(self, requested: EncodedConstraint, tenant: str = "") -> Constraint:
         """Return the checked grammar of a requested format. Raises RequestError if it does not compile, or not in time.
 
         `tenant`: client, which takes turns with other clients.
         """
-        digest = blake2b(msgspec.json.encode(requested.format), digest_size=16).digest()
+        digest = blake2b(requested.format_json, digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
             lark = (await finish_uncancelled(self._check_in_process(requested, tenant))).encode()
@@ -124,7 +122,7 @@ class BodyReader:
             _, oldest_lark = self._checked_grammars.popitem(last=False)
             self._checked_bytes -= len(oldest_lark)
 
-    async def _check_in_process(self, requested: RequestedConstraint, tenant: str) -> str:
+    async def _check_in_process(self, requested: EncodedConstraint, tenant: str) -> str:
         """Write and compile the grammar of a structured output in another process, with limits on time and memory.
 
         Returns the checked grammar. Raises RequestError if the format is invalid or too expensive.
@@ -167,7 +165,7 @@ def _load_vocabulary(folder: str, vocab_size: int) -> GrammarVocabulary:
     return GrammarVocabulary(Tokenizer.load(folder, with_fast_encoder=False), vocab_size)
 
 
-def _check_with_time_limit(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
+def _check_with_time_limit(vocabulary: GrammarVocabulary, requested: EncodedConstraint) -> str:
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # its signal has no handler and ends the process
     try:
         return check_constraint(vocabulary, requested)

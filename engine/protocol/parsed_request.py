@@ -19,7 +19,7 @@ from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.support import check_supported, refuse_media
 from engine.structured_output.constraint import (
-    RequestedConstraint,
+    EncodedConstraint,
     is_call_required,
     make_scripted_constraint,
     names_function,
@@ -90,7 +90,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """Text of each prompt if a completion echoes its prompts; otherwise empty strings. No strings for a chat."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
     """How reasoning and tool calls are found in the generated text."""
-    constraint: RequestedConstraint | None = None
+    constraint: EncodedConstraint | None = None
     """Format that the answer must match; None: any answer is allowed."""
     response_context: ResponseContext | None = None
     """Fields of a `/v1/responses` request that its answer needs; None for other APIs."""
@@ -293,7 +293,7 @@ def build_constraint(
     limits: ModelLimits,
     reasoning_ids: tuple[int | None, int | None] = (None, None),
     grammar_tools: Mapping[str, ClientTool] = MappingProxyType({}),
-) -> RequestedConstraint | None:
+) -> EncodedConstraint | None:
     """Return the format that the answer to a request must match; None if any answer is allowed. Raises RequestError.
 
     It is a requested format, such as a JSON schema, or comes from tools, or from a simulation's script.
@@ -309,7 +309,7 @@ def build_constraint(
         return None
     if limits.constraint_refusal is not None:
         raise field_error(requested.param, limits.constraint_refusal)
-    return RequestedConstraint(requested.param, requested.format, *reasoning_ids)
+    return EncodedConstraint(requested.param, msgspec.json.encode(requested.format), *reasoning_ids)
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:

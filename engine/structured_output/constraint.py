@@ -27,14 +27,27 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class RequestedConstraint(msgspec.Struct, frozen=True):
-    """Format that an answer must match, and the field that asks for it. A grammar is written from it later."""
+    """Format that an answer must match, and the field that asks for it."""
 
     param: str
     format: Format
+
+
+class EncodedConstraint(msgspec.Struct, frozen=True):
+    """A requested constraint on its way to the process that writes its grammar.
+
+    The format is JSON, because its objects would take twenty times as much memory until the answer is complete.
+    """
+
+    param: str
+    format_json: bytes
     reasoning_start_token: int | None = None
     """First token of an answer that begins with reasoning; None: the prompt begins the reasoning, or there is none."""
     reasoning_end_token: int | None = None
     """Token that ends the reasoning, which is not constrained; None: there is no reasoning."""
+
+    def decode(self) -> RequestedConstraint:
+        return RequestedConstraint(self.param, msgspec.json.decode(self.format_json))
 
 
 @dataclass(frozen=True, slots=True)

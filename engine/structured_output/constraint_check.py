@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
 from engine.output.schema_types import get_definitions
-from engine.structured_output.constraint import Format, RequestedConstraint
+from engine.structured_output.constraint import EncodedConstraint, Format, RequestedConstraint
 from engine.structured_output.lark import write_lark
 from prompts import field_error
 
@@ -16,22 +16,23 @@ LOOSEN_CPU_S_MAX: Final = 0.8
 """CPU time for loosening the schemas of one request property by property; after it, they allow any object."""
 
 
-def check_constraint(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
+def check_constraint(vocabulary: GrammarVocabulary, constraint: EncodedConstraint) -> str:
     """Return the grammar in Lark of a structured output, which compiles. Raises RequestError if there is none.
 
     If the grammar does not compile, schemas of tools that are not strict are loosened. Writing and compiling may crash
     or take long, so call this in a process that may be killed.
     """
     try:
+        requested = constraint.decode()
         try:
             return _check_format(vocabulary, requested)
         except GrammarError:
             format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
             return _check_format(vocabulary, RequestedConstraint(requested.param, format))
     except GrammarError as error:
-        raise field_error(requested.param, str(error)) from error
+        raise field_error(constraint.param, str(error)) from error
     except RecursionError as error:
-        raise field_error(requested.param, "schemas too deep in each other") from error
+        raise field_error(constraint.param, "schemas too deep in each other") from error
 
 
 def _check_format(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from engine.protocol.parsed_request import (
     read_response,
 )
 from engine.protocol.tokenize import read_detokenize, read_tokenize
-from engine.structured_output.constraint import RequestedConstraint
+from engine.structured_output.constraint import EncodedConstraint
 from engine.tiny.model import Recipe, cached_model
 from prompts import ChatTemplate, RequestError, Tokenizer
 
@@ -139,8 +140,8 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
     with_reader(use)
 
 
-def make_grammar(lark: str) -> RequestedConstraint:
-    return RequestedConstraint("x", {"type": "grammar", "grammar": lark})
+def make_grammar(lark: str) -> EncodedConstraint:
+    return EncodedConstraint("x", json.dumps({"type": "grammar", "grammar": lark}).encode())
 
 
 def test_clients_take_turns_at_the_processes(odd: Any, monkeypatch: Any) -> None:
@@ -172,8 +173,8 @@ def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
     monkeypatch.setattr(body_workers, "CHECKED_BYTES_MAX", 1_000)
     checked_numbers: list[str] = []
 
-    async def check_in_process(reader: BodyReader, requested: RequestedConstraint, tenant: str) -> str:
-        grammar: str = requested.format["grammar"]
+    async def check_in_process(reader: BodyReader, requested: EncodedConstraint, tenant: str) -> str:
+        grammar: str = requested.decode().format["grammar"]
         checked_numbers.append(grammar[:1])
         return grammar
 
@@ -191,6 +192,21 @@ def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
 
     with_reader(use)
     assert "".join(checked_numbers[:5]) == "01230"
+
+
+def test_a_format_is_held_as_small_as_it_was_sent() -> None:
+    """A schema of 300 KB took 7 MB, in the server's process, until the answer was complete."""
+    schema = {"enum": [{}] * 100_000}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    data = json.dumps({"messages": [{"role": "user", "content": "x"}], "response_format": form}).encode()
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    read_chat(data, tokenizer, LIMITS)
+    tracemalloc.start()
+    parsed_request = read_chat(data, tokenizer, LIMITS)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert parsed_request.constraint is not None
+    assert held_bytes < 2 * len(data)
 
 
 @pytest.mark.parametrize("calls", ["qwen3_coder", "pythonic"])

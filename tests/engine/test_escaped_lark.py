@@ -116,7 +116,7 @@ def constraint(form: Any, calls: str, choice: Any) -> str:
         ChatRequest(**convert_to_chat(request)), limits, grammar_tools=make_client_tools(request.tools)
     )
     assert requested is not None
-    return write_lark(requested, read_added_tokens(TOKENIZER))
+    return write_lark(requested.decode(), read_added_tokens(TOKENIZER))
 
 
 @pytest.mark.parametrize("calls", [name for name, example in EXAMPLES.items() if example.patch is not None])

@@ -74,7 +74,7 @@ def make_constraint(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", 
     limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, call_format=calls, script=script)
     requested = build_constraint(parse_chat(json.dumps(body).encode()), limits)
     assert requested is not None
-    return Constraint(write_lark(requested, read_added_tokens(TOKENIZER)), requested.param)
+    return Constraint(write_lark(requested.decode(), read_added_tokens(TOKENIZER)), requested.param)
 
 
 @pytest.mark.parametrize("length", [None, 3, 50])
