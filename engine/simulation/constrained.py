@@ -105,11 +105,10 @@ class ConstrainedAnswers:
         is_long_enough = len(answer_tokens) + 1 >= self._answer_length
         if may_end and (is_long_enough or not may_prefer):
             return self._eos_token_id
-        ends_with_value = bool(answer_tokens) and self._is_value(answer_tokens[-1])
-        may_end_tag = has_tags and state.matcher.validate_tokens(self._tag_end_ids) == len(self._tag_end_ids)
-        if may_end_tag and ends_with_value and not may_end:
-            state.forced_token_ids = deque(self._tag_end_ids)
-            return self._tag_end_ids[0]
+        tag_ids = self._list_next_tag_ids(answer_tokens) if has_tags and not may_end else []
+        if tag_ids and state.matcher.validate_tokens(tag_ids) == len(tag_ids):
+            state.forced_token_ids = deque(tag_ids)
+            return tag_ids[0]
         if may_prefer and (may_end or not self._ends_with_word(answer_tokens)):
             return preferred_token
         candidates = list(islice(filter(is_allowed, self._token_order), MAX_CANDIDATES))
@@ -132,6 +131,18 @@ class ConstrainedAnswers:
         matcher_state.read_token_count = len(answer_tokens)
         self._matcher_states[request_id] = matcher_state
         return matcher_state
+
+    def _list_next_tag_ids(self, answer_tokens: list[int]) -> list[int]:
+        """Return the tokens of TAG_END that are to come, if the answer ends with a value, perhaps with some of them.
+
+        Another engine may have written these. Without a value, no token is to come.
+        """
+        for written_count in reversed(range(len(self._tag_end_ids))):
+            value_index = len(answer_tokens) - written_count - 1
+            is_written = answer_tokens[value_index + 1 :] == self._tag_end_ids[:written_count]
+            if value_index >= 0 and is_written and self._is_value(answer_tokens[value_index]):
+                return self._tag_end_ids[written_count:]
+        return []
 
     def _is_value(self, token: int) -> bool:
         last_char = self._tokenizer.hf_tokenizer.decode([token])[-1:]

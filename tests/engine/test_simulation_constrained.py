@@ -54,9 +54,14 @@ def grammars() -> Iterator[GrammarCompiler]:
 
 
 def generate_text(
-    grammars: GrammarCompiler, constraint: Constraint, length: int | None = None, tokens: int = 200
+    grammars: GrammarCompiler,
+    constraint: Constraint,
+    length: int | None = None,
+    tokens: int = 200,
+    *,
+    drops_matchers: bool = False,
 ) -> str:
-    """The whole answer; fails where it does not end."""
+    """The whole answer; fails where it does not end. `drops_matchers`: each token comes from an engine of its own."""
     answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, length)
     free = SimulatedAnswers(sample_words(TOKENIZER), EOS, length)
     request = Request(request_id="r", token_ids=[5, 6], params=SamplingParams(constraint=constraint))
@@ -66,6 +71,8 @@ def generate_text(
         if token == EOS:
             return TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)
         seq.token_ids.append(token)
+        if drops_matchers:
+            answers._matcher_states.clear()
     raise AssertionError(f"no end: {TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)}")
 
 
@@ -122,6 +129,13 @@ def test_a_preempted_answer_goes_on_as_it_was(grammars: GrammarCompiler) -> None
         seq.token_ids.append(token)
         answers._matcher_states.clear()
     assert TOKENIZER.decode(seq.token_ids[1:], skip_special_tokens=False) == "abc " * 20 + "d"
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS)
+def test_a_call_goes_on_alike_on_another_engine(grammars: GrammarCompiler, calls: str) -> None:
+    """Half an end tag was taken for a part of the argument."""
+    constraint = make_constraint(CALL_ONE_TOOL_TURNS, calls, tools=TOOLS)
+    assert generate_text(grammars, constraint, drops_matchers=True) == generate_text(grammars, constraint)
 
 
 TYPED = {
