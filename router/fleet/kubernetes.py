@@ -10,6 +10,7 @@ gets no new request and keeps those it has. An address that is in two slices whi
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
@@ -26,6 +27,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from options import ConfigError
 from options.addresses import bracket_host
 from router.http_client import FetchError
+
+log = logging.getLogger("router")
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LIST_S_MAX = 30
@@ -104,7 +107,10 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 
 
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
-    """Report the addresses of the pods that an InferencePool selects, which is read every POOL_S, until cancelled."""
+    """Report the addresses of the pods that an InferencePool selects, which is read every POOL_S, until the API fails.
+
+    While the pool cannot be read, as before it is made, the pods that it selected last are followed. Raises FetchError.
+    """
     pool_path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     pods_path = f"/api/v1/namespaces/{namespace}/pods"
     selection: PoolSelection | None = None
@@ -112,16 +118,19 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
     try:
         while True:
             old_selection = selection
-            async with _get_response(api, pool_path, {}, LIST_S_MAX) as response:
-                selection = read_pool(msgspec.json.decode(await response.read()))
-            if pods_watch is None or selection != old_selection:
+            try:
+                async with _get_response(api, pool_path, {}, LIST_S_MAX) as response:
+                    selection = read_pool(msgspec.json.decode(await response.read()))
+            except FetchError as error:
+                log.warning("%s; the workers of the pool are followed as before", error)
+            if selection is not None and selection != old_selection:
                 if pods_watch is not None:
                     pods_watch.cancel()
                 ports = selection.ports if source.port is None else (int(source.port),)
                 read = partial(read_pod, ports=ports)
                 pods_watch = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
-            await asyncio.wait({pods_watch}, timeout=POOL_S)
-            if pods_watch.done():
+            await (asyncio.sleep(POOL_S) if pods_watch is None else asyncio.wait({pods_watch}, timeout=POOL_S))
+            if pods_watch is not None and pods_watch.done():
                 pods_watch.result()  # raises the error that ended the watch
     finally:
         if pods_watch is not None:

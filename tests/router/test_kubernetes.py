@@ -311,6 +311,33 @@ def test_a_pool_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @needs_mock
+def test_pods_are_followed_while_their_pool_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As while it is deleted and made anew. It is missing at first, too."""
+    pool = {"spec": {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]}}
+    pool_answers = iter([404, pool])
+    later_reads = 0
+
+    def read_pool_once(_: Any) -> Any:
+        nonlocal later_reads
+        answer = next(pool_answers, None)
+        later_reads += answer is None
+        return respond(404 if answer is None else answer)
+
+    def list_pods(request: Any) -> Any:
+        if "watch" in request.params:
+            return respond([{"type": "ADDED", "object": pod("10.0.0.2")}] if later_reads > 1 else [])
+        return {"metadata": {"resourceVersion": "5"}, "items": [pod("10.0.0.1")]}
+
+    async def scenario(watched_server: WatchedServer) -> None:
+        await watched_server.wait_for({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
+
+    handler = kmock.RawHandler()
+    handler["get /apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools/vllm"] << read_pool_once
+    handler["get /api/v1/namespaces/default/pods"] << list_pods
+    follow(monkeypatch, tmp_path, "pool/vllm", handler, scenario)
+
+
+@needs_mock
 def test_an_emulated_server_s_watch_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """kmock's own: what others create and delete."""
     handler = kmock.KubernetesEmulator()
