@@ -63,7 +63,6 @@ class BlockTables:
         """
         self._group = group
         self._kv = kv
-        self._device = device
         self._host_tables = np.zeros((row_count, blocks_max), np.int64)
         self._device_tables: Tensor | None = None
         if device is not None:

@@ -111,8 +111,9 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
 def _pack_native(weight: Tensor) -> NativeMatrix:
     num_outputs, num_inputs = weight.shape
     pairs = weight.contiguous().view(torch.int32)  # [outputs, inputs / 2]
-    padded_pairs = F.pad(pairs, (0, 0, 0, -num_outputs % OUTPUTS_PER_PANEL))
-    panels = padded_pairs.view(-1, OUTPUTS_PER_PANEL, num_inputs // 2).transpose(1, 2).contiguous()
+    if num_outputs % OUTPUTS_PER_PANEL:  # else `pad` would copy the whole matrix
+        pairs = F.pad(pairs, (0, 0, 0, -num_outputs % OUTPUTS_PER_PANEL))
+    panels = pairs.view(-1, OUTPUTS_PER_PANEL, num_inputs // 2).transpose(1, 2).contiguous()
     return NativeMatrix(panels, num_outputs, num_inputs)
 
 

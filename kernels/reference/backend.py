@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, one sequence at a time, any device and any float dtype. Obviously right, slow.
+"""The reference backend: plain torch, for any device and any float dtype. Attention takes one sequence at a time.
 
 It defines the operations of a step: every other backend extends it, and is tested against it. Attention and norms are
 computed in fp32 (in fp64 for fp64 inputs). `tokens` is the axis of the ragged batch.
@@ -31,7 +31,7 @@ class ReferencePlan:
 
 
 class ReferenceKernels:
-    """Computes every operation as it is defined, one sequence at a time. Other backends replace operations."""
+    """Computes every operation in plain torch. Other backends replace operations."""
 
     name = "reference"
     has_fixed_plans = False

@@ -36,7 +36,7 @@ class GatedAttention(Attention):
         queries_and_gates, keys_and_values = heads[:, : 2 * config.num_heads], heads[:, 2 * config.num_heads :]
         queries, gates = queries_and_gates[:, ::2], queries_and_gates[:, 1::2]
         attention = self.attend(torch.cat((queries, keys_and_values), 1).flatten(1), context)
-        return self.output_projection(attention * gates.flatten(1).sigmoid())
+        return self.output_projection(attention * gates.sigmoid().flatten(1))
 
 
 def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
