@@ -72,6 +72,15 @@ class LogitBias(NamedTuple):
     """[amounts] fp32"""
 
 
+class MinTokensBan(NamedTuple):
+    """Tokens that a row may not draw before its output has `min_tokens` tokens."""
+
+    row: int
+    min_tokens: int
+    banned_indices: npt.NDArray[np.int64]
+    """[tokens]: indices into the flat logits."""
+
+
 class LogprobRows(NamedTuple):
     """Rows of a batch that want logprobs of the drawn token and of the likeliest tokens."""
 
@@ -97,8 +106,8 @@ class SamplingBatch:
     mixed_seeds: npt.NDArray[np.uint64]
     """Seed of each of the `random_rows`, with its bits mixed by a hash."""
     logit_bias: LogitBias | None
-    min_tokens_rows: list[int]
-    """Rows with min_tokens and without a grammar."""
+    min_token_bans: list[MinTokensBan]
+    """Tokens that end an answer, for each row with min_tokens and without a grammar."""
     constrained_rows: list[int]
     """Rows with an answer that must match a grammar."""
     penalty_rows: PenaltyRows | None
@@ -109,7 +118,7 @@ class SamplingBatch:
         """Whether the logits of any row may be changed before a token is drawn."""
         has_penalties = self.penalty_rows is not None
         has_bias = self.logit_bias is not None
-        return has_penalties or has_bias or bool(self.min_tokens_rows) or bool(self.constrained_rows)
+        return has_penalties or has_bias or bool(self.min_token_bans) or bool(self.constrained_rows)
 
 
 @dataclass(slots=True)
@@ -179,11 +188,7 @@ class Sampler:
 
     def _find_banned_indices(self, batch: SamplingBatch, positions: IntArray) -> Tensor | None:
         """Return indices into the flat logits of the tokens that min_tokens bans at these output positions."""
-        indices = []
-        for row in batch.min_tokens_rows:
-            params = batch.sequences[row].request.params
-            if positions[row] < params.min_tokens:
-                indices.append(self._to_flat_indices(row, self._list_banned_tokens(params)))
+        indices = [ban.banned_indices for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
         return copy_to_device(np.concatenate(indices), self._device) if indices else None
 
     def _make_mask_requests(
@@ -260,7 +265,11 @@ class Sampler:
             random_rows=np.array(random_rows, np.int64),
             mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
             logit_bias=self._build_logit_bias(params),
-            min_tokens_rows=[row for row, p in enumerate(params) if p.min_tokens and p.constraint is None],
+            min_token_bans=[
+                MinTokensBan(row, p.min_tokens, self._to_flat_indices(row, self._list_banned_tokens(p)))
+                for row, p in enumerate(params)
+                if p.min_tokens and p.constraint is None
+            ],
             constrained_rows=[row for row, p in enumerate(params) if p.constraint is not None],
             penalty_rows=make_penalty_rows(sequences, table_rows, self._device),
             logprobs=self._find_logprob_rows(params),

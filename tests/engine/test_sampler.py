@@ -145,6 +145,16 @@ def test_frequencies(params):
     assert frequencies[expected == 0].sum() == 0
 
 
+def test_tokens_that_min_tokens_bans_are_listed_once_for_all_steps(monkeypatch):
+    """A request may have a thousand of them: to list them for 256 sequences takes longer than a step."""
+    sampler = Sampler(VOCAB, CPU, (2,))
+    batch = sampler.make_batch([sequence(SamplingParams(min_tokens=3, stop_token_ids=(5,)))], [0])
+    monkeypatch.delattr(Sampler, "_list_banned_tokens")
+    for position, banned in ((1, [2, 5]), (3, [2, 5]), (4, None)):
+        indices = sampler.prepare(batch, np.array([position])).banned_indices
+        assert (None if indices is None else indices.tolist()) == banned
+
+
 def test_seeded_requests_draw_the_same_in_any_company():
     rng = torch.Generator().manual_seed(5)
     seeded_params = SamplingParams(seed=11, temperature=0.9, top_p=0.95)
