@@ -118,9 +118,9 @@ class PromptReader:
             return self._begin_whole_read(body_to_read)
         new_bytes = len(data) - matches[0].boundary.body_end
         if new_bytes > INLINE_BYTES_MAX:
-            return self._continue_in_thread(matches, body_to_read)
+            return self._continue_in_thread(matches, data, body_to_read)
         continuation, read_s = self._continue(matches, data)
-        parsed_body = self._make_continued_body(continuation, read_s, body_to_read)
+        parsed_body = self._make_continued_body(continuation, read_s, data, body_to_read)
         return parsed_body or self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
@@ -264,14 +264,18 @@ class PromptReader:
         """Read only the new messages of a body; return the prompt, or None, and the time it took. Thread-safe."""
         return self._run_timed(partial(self.conversations.read_continuation, matches, body))
 
-    async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: BodyToRead) -> ParsedBody:
+    async def _continue_in_thread(
+        self, matches: Sequence[BoundaryLocation], body: bytes, body_to_read: BodyToRead
+    ) -> ParsedBody:
         """Continue a cached conversation in a thread, else read the body whole."""
-        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body_to_read.join()))
-        read = self._make_continued_body(continuation, read_s, body_to_read) or self._begin_whole_read(body_to_read)
+        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body))
+        parsed_body = self._make_continued_body(continuation, read_s, body, body_to_read)
+        del body  # it may be a copy, and the request may wait for a process
+        read = parsed_body or self._begin_whole_read(body_to_read)
         return read if isinstance(read, ParsedBody) else await read
 
     def _make_continued_body(
-        self, continuation: Continuation | None, read_s: float, body_to_read: BodyToRead
+        self, continuation: Continuation | None, read_s: float, body: bytes, body_to_read: BodyToRead
     ) -> ParsedBody | None:
         """Return the parsed body of a request of which only the messages after the cached ones were read.
 
@@ -284,7 +288,6 @@ class PromptReader:
         target = body_to_read.find_target(request)
         if target.base_model != conversation.model:
             return None
-        body = body_to_read.join()
         self._begin_check_if_due(continuation, body)
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(continuation.token_ids, request, target.tokens_max),
