@@ -282,7 +282,8 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
         return _decode_small_value(raw_value_by_field.get(name))
 
     fields = {name: decode_field(name) for name in _SMALL_FIELDS if name in raw_value_by_field}
-    fields.setdefault("max_tokens", decode_field("max_output_tokens"))  # its name in the Responses API
+    if fields.get("max_tokens") is None:
+        fields["max_tokens"] = decode_field("max_output_tokens")  # its name in the Responses API
     if kind is None:
         first_character = bytes(memoryview(raw_value_by_field.get("messages", b""))[:1])
         has_message_list = first_character == b"["

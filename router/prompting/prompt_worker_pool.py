@@ -209,14 +209,14 @@ def _make_overload_error(message: str, status: int = 503) -> RequestError:
 
 
 class WorkerState:
-    """Tokenizers of a worker process, and the body that it inspected last."""
+    """Tokenizers of a worker process, and the body that it has inspected and is to read."""
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
         self.tokenizers: dict[Checkpoint, Tokenizer | TokenizerError] = {}
         self.body = b""
         self.parsed_body: ParsedBody | None = None
-        """The body without its prompt, as far as it was read."""
+        """The body without its prompt."""
 
 
 def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
@@ -238,7 +238,7 @@ def _inspect_body(
     body = b"".join(pieces)
     request = read_large_request(body, kind)
     if needs_opening and is_within_bounds(body):
-        with suppress(RequestError, ValueError, RecursionError):  # `_run_task` has the same error
+        with suppress(RequestError, ValueError, RecursionError, MemoryError):  # `_run_task` has the same error
             request = request.replace(opening_digest=digest_opening(parse_routing_of_kind(request.kind, body)))
     state.parsed_body = ParsedBody(request, TokenizedPrompt(), spans=locate_fields(body))
     state.body = body
@@ -260,9 +260,10 @@ def _load_tokenizer(state: WorkerState, checkpoint: Checkpoint | None) -> None:
 def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
     """Read the prompt of the body that `_inspect_body` has kept, and forget the body."""
     started_s = time.thread_time()
-    body, state.body = state.body, b""
-    assert state.parsed_body is not None
-    result = ReadResult(state.parsed_body)
+    body, parsed_body = state.body, state.parsed_body
+    state.body, state.parsed_body = b"", None
+    assert parsed_body is not None
+    result = ReadResult(parsed_body)
     try:
         if task.kind != "other":
             tokenizer = state.tokenizers.get(task.checkpoint) if task.checkpoint else None
@@ -292,9 +293,9 @@ def _read_prompt(
     prompt = tokenize_prompt(
         request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.makes_outline
     )
-    result.parsed_body.prompt = prompt
     result.parsed_body.media = read_media(request, body)
     result.parsed_body.first_message_digest = digest_first_user_message(request)
+    result.parsed_body.prompt = prompt  # last, so that a prompt with ids has the other facts too
     if prompt.token_ids is None and task.remote_model is not None:
         tokenize_request = build_tokenize_request(request, task.remote_model)
         further_tokens = count_further_tokens(request, tokenizer)

@@ -35,7 +35,7 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, WorkerState, _inspect_body, _run_task
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = "one two three four five " * 6000
@@ -212,8 +212,9 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
     async def work(worker_pool: PromptWorkerPool) -> None:
-        made = (await worker_pool.read((heavy,), "completion", ids_only, lambda: True)).parsed_body
-        assert made.prompt.token_ids is None, "the helper has no room for so many"
+        for needs_opening in (False, True):
+            made = await worker_pool.read((heavy,), "completion", ids_only, lambda: True, needs_opening=needs_opening)
+            assert made.parsed_body.prompt.token_ids is None, "the helper has no room for so many"
         made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
@@ -375,6 +376,25 @@ def test_a_large_chat_that_wants_logprobs_of_its_prompt_is_known_as_a_small_one(
     for kind in ("chat", None):
         assert read_large_request(body, kind).echoes_chat is small_request.echoes_chat
     assert small_request.echoes_chat is (fields in ({}, {"top_logprobs": 2}))
+
+
+def test_a_large_response_has_the_limit_of_a_small_one() -> None:
+    body = json.dumps({"input": "hi", "max_tokens": None, "max_output_tokens": 7}).encode()
+    assert parse_routing("/v1/responses", body).output_tokens_max == 7
+    assert read_large_request(body, "responses").output_tokens_max == 7
+
+
+def test_a_helper_keeps_nothing_of_a_body_and_gives_no_half_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_media(*_: Any) -> None:
+        raise MemoryError
+
+    state = WorkerState(None)
+    for token_count in (1000, 0):
+        _inspect_body(state, (PROMPT,), "completion")
+        result = _run_task(state, ReadTask("completion"))
+        assert len(result.parsed_body.prompt.token_ids or ()) == token_count
+        assert (state.body, state.parsed_body) == (b"", None)
+        monkeypatch.setattr(prompt_worker_pool, "read_media", read_media)
 
 
 def test_long_names_are_cut() -> None:
