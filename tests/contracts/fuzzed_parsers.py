@@ -159,11 +159,8 @@ def _answer(data: bytes) -> None:
             if parsed is None:
                 continue
             body, buffer = parsed[0].body, parsed[1]
-        while buffer and not body.is_complete:
-            consumed = body.feed(buffer, bytearray())
-            buffer = buffer[consumed:]
-            if not consumed:
-                break
+        if not body.is_complete:
+            _, buffer = body.feed(buffer)
     if body is not None:
         body.finish()
 
