@@ -150,7 +150,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             self._opening = None
             if was_closed:
                 self.close()
-            elif self.transport is None:
+            elif failure is not None or self.transport is None:
                 user.on_attempt_connect_failed(failure)
             else:
                 self.user = user

@@ -482,6 +482,27 @@ def test_long_answers_are_read_in_bounded_parts_and_never_mixed() -> None:
     asyncio.run(run())
 
 
+def test_a_connection_that_opens_when_its_time_is_over_gets_no_request(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        connect = edge.pool.connect
+
+        async def connect_late(connection: UpstreamConnection) -> None:
+            await connect(connection)
+            raise asyncio.TimeoutError
+
+        monkeypatch.setattr(edge.pool, "connect", connect_late)
+        answer = await edge.exchange(make_post(CHAT))
+        assert answer.split(b" ")[1] in (b"502", b"503")
+        assert not worker.received
+        await edge.until(lambda: not edge.pool.count_connections().open)
+
+    edge.run(scenario())
+
+
 # Turns of long bodies -------------------------------------------------------------------------------------------------
 
 
