@@ -375,10 +375,10 @@ class Exchange:
         content, surplus = body.feed(data)
         now = self._proxy.now()
         is_first_output = not progress.has_started and self._record_start(head, content, now)
-        data = response_filter.convert(content, is_last=body.is_complete)
-        if client_head or data:
-            self.client.write(client_head + data)
-        progress.record(data, now)
+        content = response_filter.convert(content, is_last=body.is_complete)
+        if client_head or content:
+            self.client.write(client_head + (encode_chunk(content) if response_filter.adds_chunks else content))
+        progress.record(content, now)
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(context)
 

@@ -1,4 +1,4 @@
-"""Convert workers' answers for the client: change the framing, blank internal fields, record token ids."""
+"""Convert workers' answers for the client: choose the framing, blank internal fields, record token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter(msgspec.Struct, eq=False):
-    """Converts the content of a worker's answer for the client: records tokens, hides internal fields, adds chunks."""
+    """Converts the content of a worker's answer for the client: records tokens and hides internal fields."""
 
     adds_chunks: bool = False
     """Whether the content is sent in chunks, as the worker did, which clients of HTTP/1.0 do not understand."""
@@ -44,12 +44,12 @@ class ResponseFilter(msgspec.Struct, eq=False):
             self._redactor = ResponseRedactor(redacted_keys)
 
     def convert(self, content: bytes, *, is_last: bool) -> bytes:
-        """Return the bytes for the client that replace the next content of the answer. Raises ProtocolError."""
+        """Return the content for the client that replaces the next content of the answer. Raises ProtocolError."""
         if self.continuation is not None:
             content = self.continuation.record_and_convert(content, is_last=is_last)
         if self._redactor is not None:
             content = self._redactor.feed(content, ends=is_last)
-        return encode_chunk(content) if self.adds_chunks else content
+        return content
 
 
 def is_event_stream(head: ResponseHead) -> bool:

@@ -20,8 +20,8 @@ FIRST_BYTES: Final = 2048
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE_PATTERN = re.compile(rb'"usage"\s*:\s*\{')
 _FINAL_EVENT = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"
-_BLANK_LINE = rb"\n\r?\n(?:\r\n)?\Z"
-"""Pattern of the end of an event at the end of the bytes, with the end of its chunk."""
+_BLANK_LINE = rb"\n\r?\n\Z"
+"""Pattern of the end of an event at the end of the bytes."""
 _EVENT_END_PATTERN = re.compile(_BLANK_LINE)
 _FINAL_EVENT_PATTERN = re.compile(
     rb"(?:\A|\n)(?:data: ?\[DONE\][\r\n]*\Z|(?:event: ?"
