@@ -132,8 +132,9 @@ class Node:
         A block that another step computes counts, too, but for a state only if that step has begun.
         """
         block = self.blocks[kind]
-        is_state_to_come = isinstance(block, StateBlock) and block.is_pending and not block.is_in_flight
-        return (block is not None and not is_state_to_come) or self.has_host_block(kind)
+        if block is None or (block.is_pending and isinstance(block, StateBlock) and not block.is_in_flight):
+            return self.has_host_block(kind)
+        return True
 
     def is_held(self, kind: int) -> bool:
         """Return whether a sequence holds the device's block of `kind`."""

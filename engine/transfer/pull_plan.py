@@ -38,6 +38,8 @@ class Pull:
     # Only the thread of the step loop uses these.
     end: Future[None] = field(init=False)
     """Done when the requests need not wait any more: the pull has ended, or was cancelled."""
+    waiting_count: int = 0
+    """Number of requests that wait."""
     nodes: list[Node] = field(default_factory=list)
     """Nodes of the prefix tree for the prompt's leading cached blocks."""
     is_stored: bool = False

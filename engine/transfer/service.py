@@ -126,6 +126,7 @@ class KVTransfers(Transfers):
             pull = self._begin_or_join_pull(source, keys)
         if pull is None:
             return None
+        pull.waiting_count += 1
         self._pull_by_request_id[request.request_id] = pull
         return pull.end
 
@@ -149,8 +150,10 @@ class KVTransfers(Transfers):
 
     def stop_waiting(self, request_id: str) -> None:
         pull = self._pull_by_request_id.pop(request_id, None)
-        if pull is not None and pull not in self._pull_by_request_id.values():
-            self._abandon(pull)
+        if pull is not None:
+            pull.waiting_count -= 1
+            if not pull.waiting_count:
+                self._abandon(pull)
 
     def abandon_pulls(self) -> None:
         for pull in list(self._pull_by_id.values()):
