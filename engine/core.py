@@ -41,7 +41,7 @@ PREPARATION_WAIT_S = 0.002
 """Longest wait of a step for a grammar or for blocks when there is no other work."""
 
 PublishEvents = Callable[[Iterable[Event]], None]
-"""Publishes the events of a step. Iterating the collection makes the events."""
+"""Publishes the events of a step, which are made while they are iterated."""
 
 
 class Runner(Protocol):
