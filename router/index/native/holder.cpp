@@ -181,8 +181,13 @@ void Holder::add(u64 name, const NamePosition& position, u32 slot, u32 length, u
     if (entry != nullptr) return add_copies(entry->node, entry->meta, position, slot, length, copies);
     const u32 node = nodes_.find_or_create(position.key, static_cast<u32>(position.end), length);
     nodes_.add(node, seat, slot);
+    try {
+        names_.insert(NameEntry{name, node, slot << 23 | copies});
+    } catch (const std::length_error&) {  // a few names in all slots, out of millions that a worker makes up: one stays unknown
+        nodes_.remove(node, seat, slot);
+        return;
+    }
     groups[slot / kTiers].count(length, +1);
-    names_.insert(NameEntry{name, node, slot << 23 | copies});
 }
 
 // Store a name that the slot holds already: another copy, or the same block with another length.

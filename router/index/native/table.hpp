@@ -46,8 +46,9 @@ inline u64 keyed(u64 key) {
 inline thread_local u64 extra_work = 0;
 [[gnu::noinline, gnu::cold]] inline void count_extra(std::size_t steps) { extra_work += steps; }
 
-// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. At least 543 entries may have the same
-// kDepthMax top bits of their hashes; more cannot be made without the secret factors.
+// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. 543 entries may have the same kDepthMax
+// top bits of their hashes. Without the secret factors, more can only be made by chance: of three names in most of the 256
+// slots, in half of all holders that are filled for it to the last of their 2^24 entries.
 template <class Entry, class Traits>
 class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
@@ -127,7 +128,8 @@ public:
         return nullptr;
     }
 
-    // Add an entry that is not in the table. Pointers into the table become invalid.
+    // Add an entry that is not in the table. Pointers into the table become invalid. Throws std::length_error, with the table
+    // as it was, where too many entries have this hash.
     void insert(const Entry& entry) {
         const u32 hash = Traits::hash(entry);
         if (directory_.empty()) {
