@@ -236,17 +236,24 @@ class PrefillQueue:
             self.places, key=lambda request: self.places[request].order_s, default=self.get_oldest()
         )
         done_s = sum(request.prefill_s - place.remaining_s for request, place in self.places.items())
-        self.total_prefill_s, current_prefill_s, current_since_s = self.own_prefill_s - done_s, 0.0, math.inf
-        if self.current_request is not None:
-            current_prefill_s = self.current_request.estimate_remaining_prefill_s()
-            current_since_s = max(self.current_request.sent_at_s, self.progress_recorded_at_s)
-        if peer_load.prefill_s > 0.0:
-            self.total_prefill_s += peer_load.prefill_s
-            if peer_load.oldest_sent_at_s < current_since_s:
-                current_prefill_s, current_since_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
+        self.total_prefill_s = self.own_prefill_s - done_s + peer_load.prefill_s
+        current_prefill_s, current_since_s = self._find_current_prefill(peer_load)
         self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, current_since_s)
         self.fixed_step_share = max(0.0, 1.0 - current_prefill_s / step_prefill_s)
         self.oldest_prefill_s = min(current_prefill_s, self.total_prefill_s)
+
+    def _find_current_prefill(self, peer_load: PeerLoad) -> tuple[float, float]:
+        """Return the seconds that remain of the prefill that the engine computes now, and since when it computes it.
+
+        Without a prompt, these are zero and infinity.
+        """
+        remaining_s, since_s = 0.0, math.inf
+        if self.current_request is not None:
+            remaining_s = self.current_request.estimate_remaining_prefill_s()
+            since_s = max(self.current_request.sent_at_s, self.progress_recorded_at_s)
+        if peer_load.prefill_s > 0.0 and peer_load.oldest_sent_at_s < since_s:
+            return peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
+        return remaining_s, since_s
 
     def _find_places(self) -> dict[InFlightRequest, PrefillPlace]:
         """Return the places of the oldest requests at an engine that computes the shortest prompt first."""
