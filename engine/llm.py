@@ -32,6 +32,7 @@ from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, field_error
 from prompts.chat_rendering import render_chat
+from prompts.chat_template import ChatTemplateError
 from prompts.schemas import Int64, Salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -186,13 +187,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
-        The chat template turns a conversation into a prompt. The parameters have the names and defaults of vLLM.
+        The chat template turns a conversation into a prompt. The parameters have the names and defaults of vLLM. Raises
+        RequestError.
         """
         is_one_conversation = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one_conversation else messages
         render = self._tokenizer.render_chat_text
         if chat_template is not None and self._tokenizer.chat_template is not None:
-            render = partial(render_chat, self._tokenizer.chat_template.replace(chat_template))
+            try:
+                render = partial(render_chat, self._tokenizer.chat_template.replace(chat_template))
+            except ChatTemplateError as error:
+                raise RequestError(str(error), param="chat_template") from error
         jobs: list[_PromptJob] = []
         for conversation in conversations:
             request = ChatRequest(

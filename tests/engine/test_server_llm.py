@@ -77,6 +77,8 @@ def test_chat_is_the_template_rendered(llm: LLM, capsys: pytest.CaptureFixture[s
     assert "hello" in chat_result.prompt
     (other_result,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="said: {{ messages[0].content }}")
     assert other_result.prompt == "said: hello"
+    with pytest.raises(RequestError, match="chat template"):
+        llm.chat(messages, GREEDY, chat_template="{% if %}")
 
 
 @pytest.mark.parametrize(
