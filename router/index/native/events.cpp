@@ -23,9 +23,8 @@ public:
         const u8* start = reader_.position();
         for (std::size_t work = 0, flat = 0; cursor.event < cursor.events; ++cursor.event) {
             if (work >= kSliceWork) {
-                const u8* next = reader_.position();
-                if (cursor.at == 0) check_rest(cursor);
-                cursor.at = static_cast<std::size_t>(next - payload);
+                cursor.at = static_cast<std::size_t>(reader_.position() - payload);
+                if (!cursor.whole) batch_.clear();
                 return;
             }
             const std::size_t malformed = batch_.malformed_events;
@@ -37,9 +36,24 @@ public:
         cursor.done = true;
     }
 
+    // Skip events up to a bound of bytes. At the payload's end, set the cursor back to its beginning, so that events are read.
+    void find_end(Cursor& cursor, const u8* payload) {
+        reader_.seek(payload + cursor.at);
+        for (const u8* start = reader_.position(); cursor.event < cursor.events; ++cursor.event) {
+            if (static_cast<std::size_t>(reader_.position() - start) >= kSteppedOverBytes) {
+                cursor.at = static_cast<std::size_t>(reader_.position() - payload);
+                return;
+            }
+            reader_.skip();
+        }
+        end_payload(cursor);
+        cursor = Cursor();
+        cursor.whole = true;
+    }
+
 private:
     // In steps of some 25 ns: a slice takes a few milliseconds.
-    static constexpr std::size_t kSliceWork = 100'000;
+    static constexpr std::size_t kSliceWork = 100'000, kSteppedOverBytes = std::size_t{1} << 20;
 
     void begin_payload(Cursor& cursor) {
         if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
@@ -50,12 +64,6 @@ private:
         if (reader_.peek() != Type::Array) throw Truncated("events is no array");
         cursor.events = reader_.array();
         if (cursor.events > kEventsMax) throw Truncated("too many events");
-    }
-
-    // Throw Truncated where the payload cannot be read to its end. The events of its first slice are not applied then.
-    void check_rest(const Cursor& cursor) {
-        for (std::size_t event = cursor.event; event < cursor.events; ++event) reader_.skip();
-        end_payload(cursor);
     }
 
     void end_payload(const Cursor& cursor) {
@@ -432,7 +440,8 @@ void decode(const u8* payload, std::size_t size, const Digester& digester, Batch
     batch.clear();
     batch.texts.reserve(kTextsMax);
     try {
-        Decoder(payload, size, digester, batch).run(cursor, payload);
+        Decoder decoder(payload, size, digester, batch);
+        cursor.at == 0 || cursor.whole ? decoder.run(cursor, payload) : decoder.find_end(cursor, payload);
     } catch (const std::runtime_error& error) {
         batch.clear();
         batch.report("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());

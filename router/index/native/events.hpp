@@ -81,12 +81,13 @@ struct Batch {
 struct Cursor {
     std::size_t at = 0;                          // bytes
     std::size_t event = 0, events = 0, parts = 0;  // the next one, of how many
+    bool whole = false;  // the payload's end was read, so that its events may be applied
     bool done = false;
 };
 
 // Fill `batch` with the next slice of a payload: whole events for some milliseconds of work, nearly always the whole payload.
-// A malformed event adds a message to `batch.malformed` and is skipped. A payload that cannot be read to its end, which the first
-// call checks, gives one message and no events.
+// A malformed event adds a message to `batch.malformed` and is skipped. A payload that cannot be read to its end gives one
+// message and no events; of a payload with several slices, the first calls search its end and give no events.
 void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor);
 
 u32 tier_of(Text medium);

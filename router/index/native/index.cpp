@@ -76,7 +76,7 @@ void Index::set_reannounces(u64 holder, bool reannounces) {
 bool Index::step(Ingest& ingest) {
     const std::lock_guard writer(ingest_mutex_);
     Holder* holder = get(ingest.holder);
-    const bool first = ingest.cursor.at == 0;
+    const bool first = ingest.cursor.at == 0 && !ingest.cursor.whole;
     decode(ingest.payload, ingest.size, digester_, batch_, ingest.cursor);
     Report& report = ingest.report;
     report.unknown_events += batch_.unknown;
