@@ -10,6 +10,8 @@ ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Tool name -> parameter -> JSON types that its schema allows."""
 DEPTH_MAX = 8
 """Most nested schemas, and most references in a row, that are followed."""
+SCHEMAS_MAX = 20_000
+"""Most schemas that are read for the types of all tools of a request; 20,000 take some 0.1 s."""
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -58,18 +60,18 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
     `root`: schema with the definitions that `schema` refers to.
     """
-    return tuple(sorted(_collect_types(schema, root))) or ("string",)
+    return tuple(sorted(_collect_types(schema, root, iter(range(SCHEMAS_MAX))))) or ("string",)
 
 
-def _collect_types(schema: Json, root: Json) -> set[str]:
+def _collect_types(schema: Json, root: Json, budget: Iterator[int]) -> set[str]:
     """Return the JSON types that a JSON schema allows, such as {"integer", "null"}; an empty set if it allows all.
 
     Types come from `type`, and from the values in `enum` or `const`, of the schema and its branches. Without these, a
     keyword of one type decides: `properties` belongs to objects. `root`: schema with the definitions that `schema`
-    refers to.
+    refers to. `budget`: see `_iter_branches`.
     """
     types: set[str] = set()
-    for branch in _iter_branches(schema, root):
+    for branch in _iter_branches(schema, root, budget):
         declared_types = branch.get("type")
         if not isinstance(declared_types, list):
             declared_types = [declared_types]
@@ -79,14 +81,15 @@ def _collect_types(schema: Json, root: Json) -> set[str]:
     return types
 
 
-def _iter_branches(schema: Json, root: Json) -> Iterator[dict[str, Json]]:
+def _iter_branches(schema: Json, root: Json, budget: Iterator[int]) -> Iterator[dict[str, Json]]:
     """Yield a schema and all schemas in its `anyOf`, `oneOf` and `allOf`, with references followed.
 
     Schemas may refer to each other in circles, and many times to the same one. So each list of schemas is read once.
+    `budget`: gives a number for each schema that may still be read; the others are left out.
     """
     pending_schemas = [schema]
     read_lists: set[int] = set()
-    while pending_schemas:
+    while pending_schemas and next(budget, None) is not None:
         branch = resolve(pending_schemas.pop(), root)
         if isinstance(branch, dict):
             yield branch
@@ -154,19 +157,20 @@ def list_properties(schema: Json) -> list[Property] | None:
 def read_parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
     """Return the types of the tools' parameters, for call formats without types of their own."""
     functions = [tool.get("function") or {} for tool in tools]
+    budget = iter(range(SCHEMAS_MAX))
     return {
-        function["name"]: read_property_types(function.get("parameters"))
+        function["name"]: _read_property_types(function.get("parameters"), budget)
         for function in functions
         if isinstance(function.get("name"), str)
     }
 
 
-def read_property_types(schema: Json) -> dict[str, tuple[str, ...]]:
+def _read_property_types(schema: Json, budget: Iterator[int]) -> dict[str, tuple[str, ...]]:
     """Return the types of every property that an object's schema names in any of its branches."""
     types: dict[str, set[str]] = {}
-    for branch in _iter_branches(schema, schema):
+    for branch in _iter_branches(schema, schema, budget):
         properties = branch.get("properties")
         if isinstance(properties, dict):
             for name, property_schema in properties.items():
-                types.setdefault(name, set()).update(_collect_types(property_schema, schema))
+                types.setdefault(name, set()).update(_collect_types(property_schema, schema, budget))
     return {name: tuple(sorted(property_types)) or ("string",) for name, property_types in types.items()}

@@ -18,7 +18,7 @@ from engine.output.formats import (
     choose_format,
 )
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.output.schema_types import read_parameter_types, schema_types
+from engine.output.schema_types import SCHEMAS_MAX, read_parameter_types, resolve, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.types import SamplingParams
 
@@ -363,3 +363,21 @@ def test_schemas_that_refer_to_each_other_in_circles_are_read_once() -> None:
     parameters = {"$defs": {"node": node}, "properties": {"a": {"$ref": "#/$defs/node"}}, "allOf": [{"$ref": "#"}] * 30}
     tools = [{"function": {"name": "f", "parameters": parameters}}]
     assert read_parameter_types(tools) == {"f": {"a": ("integer", "null")}}
+
+
+def test_schemas_of_one_request_are_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 64 KB with many references to a schema of many branches held the event loop for many seconds."""
+    resolved: list[Any] = []
+
+    def count_and_resolve(schema: Any, root: Any) -> Any:
+        resolved.append(schema)
+        return resolve(schema, root)
+
+    monkeypatch.setattr("engine.output.schema_types.resolve", count_and_resolve)
+    properties = {f"p{number}": {"$ref": "#/$defs/wide"} for number in range(1_500)}
+    parameters = {"properties": properties, "$defs": {"wide": {"anyOf": [{"type": "integer"}] * 1_500}}}
+    types = read_parameter_types([{"function": {"name": "f", "parameters": parameters}}])
+    assert len(resolved) <= SCHEMAS_MAX
+    assert list(types["f"]) == list(properties)
+    assert types["f"]["p0"] == ("integer",)
+    assert types["f"]["p1499"] == ("string",)
