@@ -22,6 +22,8 @@ from torch import Tensor
 
 MAX_LOGIT = 3.3895313892515355e38
 """The largest bf16. A logit of +inf counts as this."""
+ROWS_AT_ONCE = 32
+"""Rows of which the running sums are in memory at once: 1.2 MB for each of 150,000 tokens."""
 MIN_CANDIDATE_COUNT = 256
 """Least number of likeliest tokens among which `top_k` and `top_p` are tried, before all tokens are sorted."""
 
@@ -160,6 +162,12 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
     """
+    groups = zip(weights.split(ROWS_AT_ONCE), uniforms.split(ROWS_AT_ONCE))
+    return torch.cat([_search_running_sums(some_weights, some_uniforms) for some_weights, some_uniforms in groups])
+
+
+def _search_running_sums(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return what `_draw_index` returns, for few rows."""
     running_sums = weights.cumsum(-1, dtype=torch.float64)
     total = running_sums[:, -1:].contiguous()
     index = torch.searchsorted(running_sums, uniforms.double()[:, None] * total, right=True)
