@@ -260,8 +260,14 @@ class ClientConnection(asyncio.Protocol):
         self._transport = self._request = self._queued_request = None
         self._open_connections.discard(self)
         self._cancel_responder()
-        self._parser.stop()
-        self._charge.release()
+        self._release_buffers()
+
+    def _release_buffers(self) -> None:
+        """Free the buffered body piece by piece, in turns of the event loop, then release its charge."""
+        if self._parser.discard_piece():
+            self._app.scheduler.schedule(self._release_buffers)
+        else:
+            self._charge.release()
 
     def pause_writing(self) -> None:
         self._is_writing_paused = True
@@ -583,7 +589,7 @@ class ClientConnection(asyncio.Protocol):
         self._app.record_rejection(error.status)
         self._begin_partial_request()
         self._parser.stop()
-        self._charge.release()
+        self._release_buffers()
         self._is_busy, self.has_response_started = True, False
         self._keep_alive = False
         self._has_unread_input = True

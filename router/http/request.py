@@ -149,12 +149,21 @@ class RequestParser:
         return is_waiting
 
     def stop(self) -> None:
-        """Parse nothing more, and drop an incomplete request."""
+        """Parse nothing more, and drop an incomplete request; free its pieces by `discard_piece`."""
         self._is_finished = True
         self._unread_data = b""
         self._position = 0
         self._head_buffer = bytearray()
-        self._request = self._chunked_body = self._body = None
+        if self._body is not None:
+            self._body.growing = bytearray()
+        self._request = self._chunked_body = None
+
+    def discard_piece(self) -> bool:
+        """Free one piece of an unwanted body; return whether there are more. Freeing many at once takes long."""
+        pieces = [] if self._body is None else self._body.complete
+        if pieces:
+            pieces.pop()
+        return bool(pieces)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the client, to be parsed by `next_request`."""
