@@ -162,7 +162,7 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
     """
-    groups = zip(weights.split(ROWS_AT_ONCE), uniforms.split(ROWS_AT_ONCE))
+    groups = zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE))
     return torch.cat([_search_running_sums(some_weights, some_uniforms) for some_weights, some_uniforms in groups])
 
 
