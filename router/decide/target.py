@@ -231,11 +231,11 @@ class PrefillQueue:
         `peer_load`: prompts that other routers sent to the engine; the oldest of them is computed now if it was sent
         before this router's. `step_prefill_s`: seconds that the prefill in one full step of the engine takes.
         """
-        self.places = self._find_places() if self.is_shortest_first else {}
-        self.current_request = min(
-            self.places, key=lambda request: self.places[request].order_s, default=self.get_oldest()
-        )
-        done_s = sum(request.prefill_s - place.remaining_s for request, place in self.places.items())
+        self.places, self.current_request, done_s = {}, self.get_oldest(), 0.0
+        if self.is_shortest_first and self.requests:
+            self.places = self._find_places()
+            self.current_request = min(self.places, key=lambda request: self.places[request].order_s)
+            done_s = sum(request.prefill_s - place.remaining_s for request, place in self.places.items())
         self.total_prefill_s = self.own_prefill_s - done_s + peer_load.prefill_s
         current_prefill_s, current_since_s = self._find_current_prefill(peer_load)
         self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, current_since_s)
