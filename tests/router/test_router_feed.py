@@ -274,23 +274,35 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
         changes = {} if replays else {"replay_endpoint": None, "snapshot": False}
         return msgspec.structs.replace(source_of(by), **changes)
 
-    names = itertools.count()
+    numbers = itertools.count()
+
+    def publish_block() -> None:
+        number = next(numbers)
+        pub.publish([BlockStored([number + 1], None, [number] * 4, 4, None, "GPU", None)])
 
     def after_another_event(condition: Callable[[], bool]) -> Callable[[], bool]:
         """Whether it holds after one more event: a connection is up a moment before its publisher knows what it wants,
         so the first events of a life may reach nobody."""
 
         def publish_and_check() -> bool:
-            pub.publish(block_events(next(names), 1))
+            publish_block()
             return condition()
 
         return publish_and_check
+
+    def publish_many() -> None:
+        """Publish more batches than may be lost at the start of the next life: without replay, only a number that comes
+        again tells one life from another."""
+        for _ in range(300):
+            publish_block()
+        wait_until(lambda: (feed.describe_streams("a")["streams"][0]["last_seq"] or 0) >= 300, "a long life")
 
     source = source_of(pub)
     feed.follow_worker("a", [make_source(pub)], [holder])
     wait_until(lambda: feed.describe_streams("a")["streams"][0]["up"], "followed")
     wait_until(after_another_event(lambda: feed.count_stored_blocks("a") >= 3), "the first life")
     for life in (1, 2):
+        publish_many()
         pub.close()
         wait_until(lambda: not feed.describe_streams("a")["streams"][0]["up"], "its end is seen")
         feed.restart_streams("a")
