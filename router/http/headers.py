@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Final
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_LINE_PATTERN = re.compile(rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n")
-"""Pattern of a header line, with its name as the group."""
+_LINES_PATTERN = re.compile(rb"(?:" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n)*")
+"""Pattern of a block of header lines."""
 
 HOP_BY_HOP = (
     b"connection",
@@ -43,9 +43,11 @@ class HeaderBlock:
 
     def __init__(self, raw: bytes) -> None:
         """Split a block of header lines. Raises ProtocolError if a line is malformed."""
+        if _LINES_PATTERN.fullmatch(raw) is None:
+            raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
         self.raw = raw
         lines = raw.splitlines(keepends=True)
-        names = [_parse_name(line) for line in lines]
+        names = [line.partition(b":")[0].lower() for line in lines]
         self.lines_by_name = dict(zip(names, lines))
         """Lines of each lower-case name, joined; nearly always it is one line."""
         if len(self.lines_by_name) < len(lines):
@@ -88,14 +90,6 @@ class HeaderBlock:
         if b"connection" in self.lines_by_name:
             names = names | (self.read_connection_options() - _ALWAYS_FORWARDED)
         return b"".join([lines for name, lines in self.lines_by_name.items() if name not in names])
-
-
-def _parse_name(line: bytes) -> bytes:
-    """Return the lower-case name of a header line. Raises ProtocolError if the line is malformed."""
-    match = _LINE_PATTERN.fullmatch(line)
-    if match is None:
-        raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
-    return match[1].lower()
 
 
 def _join_lines_of_each_name(names: Iterable[bytes], lines: Iterable[bytes]) -> dict[bytes, bytes]:
