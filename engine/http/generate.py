@@ -30,7 +30,7 @@ from engine.process.client import OutputStream
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
-from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter
+from engine.protocol.logprobs import LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ParsedRequest, read_response, read_response_references
 from engine.protocol.responses import ResponsesFormatter
@@ -45,6 +45,8 @@ MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
 KEEPALIVE_COMMENT_S = 5.0
 """Silence after which a stream sends a comment."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
+POSITIONS_PER_PAUSE = 64
+"""Positions whose logprobs are formatted before the event loop serves others, in a millisecond or two."""
 FINAL_WRITES_S = 1.0
 """Time after a stream's deadline for all that is still to be written: unread text, and the error that ends it."""
 FINAL_WRITE_S_MIN = 0.1
@@ -244,12 +246,11 @@ async def format_logprobs(formatter: ResponseFormatter, deltas: list[tuple[Choic
     formatted_count = positions_since_pause = 0
     for choice, delta in deltas:
         formatted_count += count_logprobs(delta.logprobs) + count_logprobs(delta.prompt_logprobs)
-        positions_since_pause += len(delta.logprobs) + len(delta.prompt_logprobs)
         for _ in formatter.format_logprobs(choice, delta):
-            await asyncio.sleep(0)
-        if positions_since_pause >= PART_POSITIONS:  # of several choices with a few positions each
-            positions_since_pause = 0
-            await asyncio.sleep(0)
+            positions_since_pause += 1
+            if positions_since_pause == POSITIONS_PER_PAUSE:
+                positions_since_pause = 0
+                await asyncio.sleep(0)
     return formatted_count
 
 

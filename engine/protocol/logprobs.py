@@ -18,8 +18,6 @@ from engine.types import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
 """Smallest logprob in an answer, as with OpenAI and vLLM: JSON has no minus infinity."""
-PART_POSITIONS = 64
-"""Positions that are formatted at a time, in a millisecond or two."""
 _encode = msgspec.json.encode
 
 

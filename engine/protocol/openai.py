@@ -16,7 +16,7 @@ from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
-from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter
+from engine.protocol.logprobs import LogprobFormatter
 from engine.types import TokenLogprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
@@ -72,16 +72,14 @@ class OpenAIFormatter:
     def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[None]:
         """Format the logprobs of a delta, for the next chunk or the whole answer, and remove them.
 
-        Yields after every PART_POSITIONS positions, so that the server can serve other requests in between.
+        Yields after every position, so that the server can serve other requests in between.
         """
-        for number, prompt_position in enumerate(delta.prompt_logprobs, 1):
+        for prompt_position in delta.prompt_logprobs:
             self._format_prompt_position(choice, prompt_position)
-            if number % PART_POSITIONS == 0:
-                yield
-        for number, position in enumerate(delta.logprobs, 1):
+            yield
+        for position in delta.logprobs:
             self._format_position(choice, position)
-            if number % PART_POSITIONS == 0:
-                yield
+            yield
         delta.prompt_logprobs, delta.logprobs = [], []
 
     def _format_prompt_position(self, choice: Choice, position: TokenLogprobs | None) -> None:

@@ -18,7 +18,7 @@ from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
-from engine.protocol.logprobs import PART_POSITIONS, LogprobFormatter, join_json_list
+from engine.protocol.logprobs import LogprobFormatter, join_json_list
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext
 from prompts.errors import RequestError
@@ -66,15 +66,14 @@ class ResponsesFormatter:
         """Logprobs of each block of text, by the block's index."""
 
     def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[None]:
-        """Format the logprobs of a delta, and remove them. Yields after every PART_POSITIONS positions.
+        """Format the logprobs of a delta, and remove them. Yields after every position.
 
         Logprobs of reasoning and calls are dropped.
         """
         if self._logprobs is not None:
-            for number, position in enumerate(delta.logprobs, 1):
+            for position in delta.logprobs:
                 self._pending_logprobs.append(self._logprobs.format_chat(position))
-                if number % PART_POSITIONS == 0:
-                    yield
+                yield
         delta.logprobs = []
         if delta.text:
             self._text_logprobs += self._pending_logprobs

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.http.generate import ChoiceUpdater, format_logprobs
+from engine.http.generate import POSITIONS_PER_PAUSE, ChoiceUpdater, format_logprobs
 from engine.http.metrics import ServerMetrics
 from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
@@ -24,7 +24,7 @@ from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
-from engine.protocol.logprobs import LOGPROB_FLOOR, PART_POSITIONS
+from engine.protocol.logprobs import LOGPROB_FLOOR
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
@@ -188,7 +188,7 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
         counting_task.cancel()
 
     asyncio.run(main())
-    assert turns >= samples * (tokens + prompt) // (2 * PART_POSITIONS)
+    assert turns >= samples * (tokens + prompt) // (2 * POSITIONS_PER_PAUSE)
     assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
 
 
