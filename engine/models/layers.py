@@ -183,7 +183,7 @@ class Attention:
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
         """Declare the weights of the heads that this rank holds under tensor parallelism.
 
-        `projection`: replaces the stacked q, k and v projections.
+        `projection`: replaces the stacked q, k and v projections, by a subclass that makes the input of `attend` of it.
         """
         rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = rank_config
@@ -191,7 +191,7 @@ class Attention:
         self.scale = rank_config.head_dim**-0.5 if rank_config.scale is None else rank_config.scale
         self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
         self.qk_width = query_shard.held_size + key_shard.held_size
-        """Columns of queries and keys in the output of the projection; values follow."""
+        """Columns of queries and keys in the input of `attend`; values follow."""
 
         if projection is None:
             qkv_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
