@@ -1,4 +1,4 @@
-"""Copies of blocks before a step is computed: within the device's memory, and between device and host memory.
+"""Copies of blocks before and after a step is computed: within the device's memory, and between device and host memory.
 
 On a GPU, blocks for the host are first copied to a staging buffer on the GPU, in order with the steps. A second stream
 copies that buffer to the host while steps are computed. Blocks from the host are copied in order with the steps, after
