@@ -37,6 +37,7 @@ class AttentionWindows:
         self.sliding_groups = [g for g, tokens in enumerate(self._tokens_by_group) if tokens != ENDLESS]
         self._step_blocks = ENDLESS if step_tokens_max is None else ceil_div(step_tokens_max, size) + 1
         self._has_state = spec.state is not None
+        self._state_kind = spec.state_kind
 
     def find_first_needed_block(self, group: int, block_count: int) -> int:
         """Return the first of `block_count` blocks that a query right after them still reads."""
@@ -47,7 +48,7 @@ class AttentionWindows:
 
         `kind`: an attention group, or recurrent state, of which only the last block needs one.
         """
-        if kind == len(self._blocks_by_group):
+        if kind == self._state_kind:
             return block_count - 1
         return self.find_first_needed_block(kind, block_count)
 
@@ -94,12 +95,11 @@ class AttentionWindows:
         windows at the end of the prefix, and the recurrent state there, if the model has one. If any is missing, the
         prefix is cut. A cut moves every window, so all is checked again.
         """
-        state_kind = len(self._blocks_by_group)
         checked_count = -1
         while block_count != checked_count:
             checked_count = block_count
             block_count = self.cut_to_cached_windows(block_count, has_block)
-            while self._has_state and block_count and not has_block(state_kind, block_count - 1):
+            while self._has_state and block_count and not has_block(self._state_kind, block_count - 1):
                 block_count -= 1
         return block_count
 

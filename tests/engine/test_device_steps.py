@@ -307,7 +307,7 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
             hand.run_overlapped(seqs, 3)
         copies: dict[str, Any] = {"block_copies": [BlockCopy(0, BlockId(0), BlockId(1))]}
         if runner.pool.spec.state is not None:
-            state_kind = len(runner.pool.spec.groups)
+            state_kind = runner.pool.spec.state_kind
             copies["block_copies"].append(BlockCopy(state_kind, BlockId(3), BlockId(4)))
             copies["state_checkpoints"] = [BlockCopy(state_kind, BlockId(4), BlockId(3))]
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)

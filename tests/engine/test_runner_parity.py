@@ -171,7 +171,7 @@ def test_prefix_hit(driver, oracle, rng):
     prefix = prompt(rng, 48)
     first = d.sequence(prefix + prompt(rng, 5))
     second = d.sequence(prefix + prompt(rng, 9))
-    state_kind = len(d.spec.groups)
+    state_kind = d.spec.state_kind
     if d.spec.state is None:
         d.run(first, 3)
     else:
