@@ -1,7 +1,6 @@
 // Application of events to a holder: the positions of all names of a batch are resolved first, as an event may have names whose
 // tokens only a later event has. Then the events take effect in their order. A run whose parent is unknown even then is parked.
 #include <algorithm>
-#include <map>
 
 #include "holder.hpp"
 

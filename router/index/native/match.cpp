@@ -233,12 +233,6 @@ void ModelHolders::update_lists(const Holder* holder, const MatchPlan& plan, boo
                                          [](const Holder* a, const Holder* b) { return a->id < b->id; });
         on ? holders.insert(at, holder) : holders.erase(at);
     };
-    const auto mark = [&](Words& words) {
-        const std::size_t word = plan.seat / 64;
-        const u64 bit = u64{1} << (plan.seat % 64);
-        if (words.size() <= word) words.resize(word + 1);
-        words[word] = on ? words[word] | bit : words[word] & ~bit;
-    };
     if (plan.is_mixed) list(mixed);
     if (plan.length == 0) return;
     UniformHolders& same_length = uniform[plan.length];
@@ -248,7 +242,10 @@ void ModelHolders::update_lists(const Holder* holder, const MatchPlan& plan, boo
         return;
     }
     Words& members = same_length.layouts[plan.layout];
-    mark(members);
+    const std::size_t at = plan.seat / 64;
+    const u64 bit = u64{1} << (plan.seat % 64);
+    if (members.size() <= at) members.resize(at + 1);
+    members[at] = on ? members[at] | bit : members[at] & ~bit;
     if (std::all_of(members.begin(), members.end(), [](u64 word) { return word == 0; })) {
         same_length.layouts.erase(plan.layout);
     }

@@ -47,8 +47,9 @@ inline thread_local u64 extra_work = 0;
 [[gnu::noinline, gnu::cold]] inline void count_extra(std::size_t steps) { extra_work += steps; }
 
 // Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. 543 entries may have the same kDepthMax
-// top bits of their hashes. Without the secret factors, more can only be made by chance: of three names in most of the 256
-// slots, in half of all holders that are filled for it to the last of their 2^24 entries.
+// top bits of their hashes. Without the secret factors, more can only be made by chance. A name has one hash in all its slots,
+// so three names with the same bits, each in most of the 256 slots, are enough. Half of all holders would have such names if
+// their 2^24 entries were made for it.
 template <class Entry, class Traits>
 class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
