@@ -297,6 +297,8 @@ class RequestParser:
 
         if target is None:  # the request line has a whole URL
             target = url_path if url_path.startswith(b"/") else b"/" + url_path
+            if method == b"OPTIONS" and not url_path:
+                target = b"*"
             headers = headers.replace(b"host", url_host)
         path = target.partition(b"?")[0].decode("ascii")
         keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)

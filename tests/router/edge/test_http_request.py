@@ -176,6 +176,13 @@ def test_the_host_of_a_url_replaces_the_host_header(url: bytes, host: bytes, tar
         assert request.headers.get_all(b"x-a") == [b"1", b"2"]
 
 
+def test_options_of_a_url_without_a_path_are_the_servers() -> None:
+    """The last proxy of a chain sends `*` for such a URL (RFC 9112 section 3.2.4), and asks not about `/`."""
+    targets = (b"*", b"http://other", b"http://other/", b"http://other?a")
+    requests = [feed(b"OPTIONS " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")[0] for target in targets]
+    assert [request.target for request in requests] == [b"*", b"*", b"/", b"/?a"]
+
+
 def test_continue_is_wanted_once_and_only_before_the_body() -> None:
     parser = RequestParser(HttpLimits())
     parser.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
