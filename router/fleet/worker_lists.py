@@ -55,19 +55,20 @@ def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
-    """Call `update` with the workers of a file whenever its content has changed, until cancelled.
+    """Call `update` with the workers of a file whenever it was written, until cancelled.
 
-    A change counts once the content stays the same for FILE_POLL_S, because the file may be half written before. A file
-    that is missing or empty changes nothing, as a failed write may leave one. A comment alone is a list of no workers.
+    A change counts once the file stays the same for FILE_POLL_S, because it may be half written before. A file that is
+    missing or empty changes nothing, as a failed write may leave one. A comment alone is a list of no workers.
     """
-    content = applied_content = b""
+    version = applied_version = (0, b"")
     while True:
         await asyncio.sleep(FILE_POLL_S)
-        previous_content, content = content, _read_if_exists(path)
-        is_changing = content != previous_content
-        if is_changing or content == applied_content:
+        previous_version, version = version, _read_version(path)
+        is_changing = version != previous_version
+        if is_changing or version == applied_version:
             continue
-        applied_content = content
+        applied_version = version
+        _, content = version
         try:
             if not content:
                 read_workers_file(path)  # raises ConfigError with the reason if the file cannot be read
@@ -77,12 +78,12 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
             log.error("workers file not applied: %s", error)
 
 
-def _read_if_exists(path: Path) -> bytes:
-    """Return the content of a file; empty if it cannot be read."""
+def _read_version(path: Path) -> tuple[int, bytes]:
+    """Return when a file was last written, in nanoseconds, and its content; 0 and empty if it cannot be read."""
     try:
-        return path.read_bytes()
+        return path.stat().st_mtime_ns, path.read_bytes()
     except OSError:
-        return b""
+        return 0, b""
 
 
 async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1143,6 +1144,29 @@ def test_an_emptied_workers_file_keeps_its_workers_and_a_comment_removes_them(mo
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
     assert lists == [["a:1"], ["a:1", "b:1"], []]
+
+
+def test_a_workers_file_written_anew_is_applied_although_its_content_is_the_same(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Whoever writes it expects its workers to be there, also those that `DELETE /workers` has removed meanwhile."""
+    path = tmp_path / "workers"
+    path.write_text("http://a:1\n")
+    waits = itertools.count()
+
+    async def write_anew(_: float) -> None:
+        wait = next(waits)
+        if wait == 3:
+            path.write_text("http://a:1\n")
+            os.utime(path, (5, 5))  # a clock may be too coarse to tell two writes apart
+        elif wait == 9:
+            raise asyncio.CancelledError
+
+    lists: list[list[str]] = []
+    monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=write_anew))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+    assert lists == [["a:1"], ["a:1"]]
 
 
 def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
