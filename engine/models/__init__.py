@@ -44,7 +44,12 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
         )
     if "quantization_config" in config:
         raise ModelError(f"{config.source}: quantization_config: quantised weights are not supported; expected floats")
-    model = build(config, WeightScope(shard=shard or Shard()))
+    try:
+        model = build(config, WeightScope(shard=shard or Shard()))
+    except ModelError:
+        raise
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # such as of a head_dim of 0.1 or 2**70
+        raise ModelError(f"{config.source}: expected the sizes and settings of a model: {error}") from error
     if not model.attention_layers:
         raise ModelError(f"{config.source}: no attention layer; models of recurrent layers only are not supported")
     return model

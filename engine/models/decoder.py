@@ -128,6 +128,7 @@ class CausalLM:
                 rope = attention.config.rope
                 if rope is not None:
                     if rope not in ropes:
+                        rope.compute_frequencies()  # raises ModelError, before weights are read
                         ropes.append(rope)
                     attention.rope_index = ropes.index(rope)
         for index, (_, recurrent) in enumerate(self.recurrent_layers):

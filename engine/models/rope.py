@@ -52,23 +52,27 @@ class RopeConfig:
         `theta` and `rotary_fraction`: the family's defaults. `layer_type`: the settings to read, if the config has
         several. `head_dim`: size of an attention head.
         """
-        parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
-        if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
-            parameters = dict(parameters[layer_type])
-        theta = float(parameters.get("rope_theta") or config.get("rope_theta", theta))
-        rotary_fraction = float(
-            parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor", rotary_fraction)
-        )
+        key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+        parameters = config.get_object(key) if config.values.get(key) else HfConfig({}, config.source)
+        if layer_type is not None and layer_type in parameters:
+            parameters = parameters.get_object(layer_type)
+        rotary_fraction = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", rotary_fraction))
         return RopeConfig(
             rotary_dim=int(head_dim * rotary_fraction),
-            theta=theta,
-            scaling=parameters,
+            theta=parameters.get("rope_theta", config.get("rope_theta", theta)),
+            scaling=parameters.values,
             original_positions=config.get("max_position_embeddings", 0),
             source=config.source,
         )
 
     def compute_frequencies(self) -> RopeFrequencies:
-        """Return the frequencies of rotary embedding by the checkpoint's scaling rule. Raises ModelError if unknown."""
+        """Return the frequencies of rotary embedding by the checkpoint's scaling rule. Raises ModelError."""
+        frequencies = self._scale_frequencies()
+        if not (frequencies.inverse.isfinite().all() and math.isfinite(frequencies.magnitude)):
+            raise ModelError(f"{self.source}: rope_theta {self.theta:g} and its scaling: expected finite frequencies")
+        return frequencies
+
+    def _scale_frequencies(self) -> RopeFrequencies:
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
         inverse_frequencies = 1.0 / self.theta**exponents
         rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
@@ -129,9 +133,8 @@ class RopeConfig:
 
     def _compute_yarn_magnitude(self, factor: float) -> float:
         """Return YaRN's factor on cos and sin. The config may give the factor, or two weights to compute it from."""
-        attention_factor = self.scaling.get("attention_factor")
-        if attention_factor is not None:
-            return float(attention_factor)
+        if self.scaling.get("attention_factor") is not None:
+            return self._get_number("attention_factor")
 
         def compute_magnitude(weight: float) -> float:
             return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -101,11 +101,26 @@ def test_a_config_that_does_not_fit(folder: Path, changes: dict[str, object], me
         load_model(folder)
 
 
-def test_rope_scaling_that_is_not_supported(folder: Path) -> None:
-    edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
-    model, dtype = load_model(folder)
-    with pytest.raises(ModelError, match="rope scaling 'longrope' is not supported; expected default, linear"):
-        model.make_rope_tables(16, dtype, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "longrope"}, "rope scaling 'longrope' is not supported; expected default, linear"),
+        (5, "rope_parameters: expected an object, got 5"),
+        ({"rope_theta": "x"}, "rope_parameters: rope_theta: expected float, got 'x'"),
+        ({"rope_theta": float("nan")}, "rope_theta nan and its scaling: expected finite frequencies"),
+        ({"rope_type": "linear", "factor": 0}, "config.json: rope_theta 10000 and its scaling: expected finite"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}, "config.json: expected the sizes and settings"),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": []}, "scaling attention_factor: expected a number"),
+        ({"partial_rotary_factor": -1.0}, "config.json: expected the sizes and settings of a model"),
+    ],
+)
+def test_rope_settings_are_checked_before_weights_are_read(folder: Path, parameters: object, message: str) -> None:
+    if isinstance(parameters, dict):
+        parameters = {"rope_theta": 1e4, **parameters}
+    edit_config(folder, rope_parameters=parameters)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
 
 
 def test_null_in_rope_scaling_is_the_default(folder: Path) -> None:
