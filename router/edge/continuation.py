@@ -336,7 +336,8 @@ class StreamContinuation:
         if is_first_worker or not events:
             return events
         try:
-            return b"".join(self._convert_event(event) for event in events.split(b"\n\n") if event)
+            unix_events = events.replace(b"\r\n", b"\n")  # JSON has no line end in its strings
+            return b"".join(self._convert_event(event) for event in unix_events.split(b"\n\n") if event)
         except _MALFORMED_EVENT_ERRORS as error:
             self.recorder.is_unrecognized = True  # the client does not get these events, but their tokens are recorded
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
@@ -346,9 +347,9 @@ class StreamContinuation:
 
         Return b"" for an event that the client does not need: it names the role again, or has nothing new.
         """
-        if event.startswith(b":"):
+        data = _read_data(event)
+        if not data:
             return event + b"\n\n"  # a comment, which keeps connections alive
-        data = event.removeprefix(b"data:").strip()
         if data == _DONE_DATA:
             return _DONE_EVENT
         event_fields = msgspec.json.decode(data)
@@ -432,6 +433,11 @@ class StreamContinuation:
         return b"data: " + msgspec.json.encode({**event_template, "choices": [], "usage": usage}) + b"\n\n"
 
 
+def _read_data(event: bytes) -> bytes:
+    """Return the data of a server-sent event, which may also have comments and other fields."""
+    return b"".join(line[len(b"data:") :] for line in event.splitlines() if line.startswith(b"data:")).strip()
+
+
 def _get_delta(choice: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """Return the new text of an event as the `delta` of a chat. Some frontends omit null and empty fields."""
     delta: dict[str, Any] = choice.get("delta") or {} if is_chat else {"content": choice.get("text") or ""}
@@ -441,7 +447,7 @@ def _get_delta(choice: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
 def _build_event_template(event: bytes) -> dict[str, Any] | None:
     """Return an event without its text and ids; None if it does not have one choice."""
     try:
-        event_fields: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
+        event_fields: dict[str, Any] = msgspec.json.decode(_read_data(event))
         event_fields.pop("prompt_token_ids", None)
         (choice,) = event_fields["choices"]
         for name in ("delta", "text", "token_ids", "prompt_token_ids"):

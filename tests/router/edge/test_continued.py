@@ -335,6 +335,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 def worker(
     name: str, dies_after: int | None, log: list[dict[str, Any]], *, failing: bytes = b"",
     deltas: Sequence[dict[str, Any]] = SPOKEN, is_lean: bool = False, ends_early: bool = False,
+    event_format: bytes = b"data: %b\n\n",
 ) -> Any:  # fmt: skip
     """Speaks WORDS (in chats `deltas`) from where the prompt says; its connection breaks after so many of them.
     `is_lean`: null fields are left out, as in vLLM's Rust frontend. `ends_early`: the answer ends there instead."""
@@ -376,7 +377,8 @@ def worker(
                 choice_ids = {"prompt_token_ids": PROMPT}
                 told["choices"] = [choice | ids | choice_ids]
             begins = False
-            writer.write(chunk(b": ping\n\n" + event(**told)))
+            data = event(**told).removeprefix(b"data: ").removesuffix(b"\n\n")
+            writer.write(chunk(b": ping\n\n" + event_format % data))
             await writer.drain()
             for _ in range(5):  # a read of its own
                 await asyncio.sleep(0)
@@ -481,6 +483,34 @@ def test_frontends_that_leave_out_what_is_null_go_on(
             text, events, ended = told(await edge.exchange(make_post(asked, path.encode())))
             assert (text, ended) == ("".join(WORDS), True)
             assert [one["choices"][0].get("finish_reason") for one in events][-2:] == [None, "stop"]
+        assert set(edge.metrics.broken_streams) == {"continued"}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "event_format", [b"data: %b\r\n\r\n: on\r\n\r\n", b": on\ndata: %b\n\n", b"event: message\ndata:%b\n\n"]
+)
+@pytest.mark.parametrize("engine", ["blockcast", "vllm"])
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "completion"])
+def test_events_go_on_in_every_form_that_browsers_read(
+    edge: Any, make_post: Any, path: str, body: dict[str, Any], engine: str, event_format: bytes
+) -> None:
+    """A gateway before a worker may end lines by CRLF, and add comments and other fields to events."""
+
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 3, log, event_format=event_format), "a", engine=engine)
+        await edge.worker(worker("b", None, log, event_format=event_format), "b", engine=engine)
+        for _ in range(2):
+            content, ended = content_of(await edge.exchange(make_post(json.dumps(body).encode(), path.encode())))
+            data = [line[5:].strip() for line in content.splitlines() if line.startswith(b"data:")]
+            assert (ended, data.pop()) == (True, b"[DONE]")
+            choices = [choice for text in data for choice in json.loads(text)["choices"]]
+            words = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+            assert "".join(words) == "".join(WORDS)
+            assert len({json.loads(text)["id"] for text in data}) == 1
         assert set(edge.metrics.broken_streams) == {"continued"}
 
     edge.run(scenario())
