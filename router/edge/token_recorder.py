@@ -38,7 +38,8 @@ _TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 _NO_IDS = (b"", b"null", b"[]")
 _KEY_PREFIX_BYTES: Final = len(',,"prompt_')
 """Most bytes of such a field before `token_ids`."""
-_FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
+_FAILURE_PATTERN = re.compile(rb'data: ?\{"error"(?!.*"code" *: *4[0-9]{2}\b)', re.DOTALL)
+"""Pattern of an event with a failure of the worker. vLLM reports errors of the request so too, with codes 4xx."""
 _FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
 _DONE_PREFIXES = (b"data: [DONE]", b"data:[DONE]")
 _PLAIN_DELTAS = (b'"delta":{}', b'"delta":{"content"', b'"delta":{"role"')
@@ -145,7 +146,7 @@ class TokenRecorder:
         while (blank_line := _BLANK_LINE_PATTERN.search(self._pending, search_start)) is not None:
             event_end = blank_line.end()
             event = bytes(self._pending[event_start:event_end])
-            if event.startswith(_FAILURE_PREFIXES):
+            if _FAILURE_PATTERN.match(event) is not None:
                 self.has_worker_failed = True
                 break
             complete_events.append(self._record_event(event))
@@ -160,7 +161,7 @@ class TokenRecorder:
         event = bytes(self._pending)
         if not event or self.has_worker_failed:
             return b""
-        self.has_worker_failed = event.startswith(_FAILURE_PREFIXES)
+        self.has_worker_failed = _FAILURE_PATTERN.match(event) is not None
         if self.has_worker_failed:
             return b""
         self._pending.clear()

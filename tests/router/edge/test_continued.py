@@ -696,6 +696,24 @@ def test_a_worker_that_says_in_the_middle_that_it_failed(edge: Any, make_post: A
     edge.run(scenario())
 
 
+def test_a_stream_that_refuses_its_request_is_no_failure_of_the_worker(edge: Any, make_post: Any) -> None:
+    error = {"message": "Token id 898 is out of vocabulary", "type": "BadRequestError", "param": None, "code": 400}
+    refusal = b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
+
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for name in "ab":
+            await edge.worker(worker(name, 0, log, failing=refusal), name, engine="vllm")
+        answer = await edge.exchange(make_post(json.dumps(COMPLETION).encode(), path=b"/v1/completions"))
+        assert content_of(answer) == (refusal, True)
+        assert len(log) == 1
+        assert not edge.metrics.broken_streams
+        assert not edge.metrics.failures
+
+    edge.run(scenario())
+
+
 def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
