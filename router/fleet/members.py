@@ -541,13 +541,15 @@ class Fleet:
         return await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
 
     def _record_failed_probe(self, member: _Member, reason: str, *, was_up: bool) -> None:
-        """Record why a probe failed. A worker that was up stays up.
+        """Record why a probe failed. A worker that was up stays up, and one that was down gets no request to try it.
 
-        For another worker, the pause before the next probe grows, and the reason is logged if it is of a new kind.
+        If the worker was never reached, the pause before the next probe grows. A reason of a new kind is logged.
         """
         if was_up:
             self._record_problem(member, reason)
             return
+        if member.facts is not None:
+            self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), reason))
         is_new_kind = reason.partition(":")[0] != member.problem.partition(":")[0]
         if is_new_kind:
             remedy = suggest_remedy(member.flag, reason)

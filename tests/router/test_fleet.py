@@ -655,6 +655,25 @@ def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> No
     assert sum("does not answer yet" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_no_request_tries_a_worker_that_has_come_back_and_refuses_the_router() -> None:
+    """A worker that restarted with another API key answers each request by 401, and at once: it would get most."""
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001)
+        async with watching(page, config, feed_of()) as (_, core, name):
+            page.status = 401
+            now = asyncio.get_running_loop().time
+            core.mark_worker_down(name, now(), "connect failure")
+            core.workers[name].open_until_s = now()  # the pause before a request may try it is over
+            await page.wait_for_requests("/v1/models", 3)
+            core.tick(now())
+            assert core.workers[name].state is WorkerState.DOWN
+            page.status = 200
+            await wait_until(lambda: core.workers[name].state is WorkerState.UP)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(monkeypatch: Any) -> None:
     """If it did not answer just then, it was probed without a pause, and never found to be down."""
     monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
