@@ -21,9 +21,9 @@ CAUSES = {"workload": ("workload", "capacity"), "routing": ("routing",), "index"
 """Groups of reasons that make up each cause of lost tokens."""
 CAUSE_BY_GROUP = {group: cause for cause, groups in CAUSES.items() for group in groups}
 METHOD_NOTE = (
-    "<h2>How this was found</h2><p>The requests are simulated twice, on engines as fast as yours were measured: once "
-    "placed as they were, and once as router run would place them. The measured times are scaled by the ratio of both "
-    "simulations. A request that waited for the end of an answer waits for it in the simulation too: the next turn of "
+    "<h2>How this was found</h2><p>The requests are simulated twice, on engines with the speeds and caches of the table of "
+    "workers: once placed as they were, and once as router run would place them. Measured times are scaled by the "
+    "ratio of both simulations. A request that waited for the end of an answer waits for it in the simulation too: the next turn of "
     "a conversation, and a request of a session or user whose requests never overlap. All other requests arrive at "
     "their recorded times. The last column of the first table shows how far the simulation of today is from what was "
     "measured. If it is far off, do not trust the other columns.</p></html>"
@@ -124,8 +124,24 @@ def _render_savings(report: ShadowReport) -> str:
         f"<h2>What switching gives</h2><p>{comparison.request_count:,} requests of {comparison.prompt_tokens:,} prompt "
         f"tokens, after {comparison.warm_up_request_count:,} that only filled the caches. "
         f"{comparison.waiting_request_count:,} requests waited for the end of another one, and do so with router run "
-        f"too.</p>{_render_table(head, rows)}"
+        f"too.</p>{_render_doubts(report, comparison)}{_render_table(head, rows)}"
     )
+
+
+def _render_doubts(report: ShadowReport, comparison: Comparison) -> str:
+    """Render what makes the savings no estimate of the user's fleet: default speeds, and a placement that was made up.
+
+    Both occur with a log in which lines lack times or workers.
+    """
+    doubts = []
+    if comparison.measured_totals is None:
+        doubts.append("No time to a first token was recorded, so the engines have default speeds, not yours.")
+    dealt_count = report.requests.get("dealt", 0)
+    if dealt_count:
+        doubts.append(
+            f"{dealt_count:,} requests name no worker, so the workers got them in turn, not as your balancer does it."
+        )
+    return "".join(f"<p class=warn>{doubt} The savings are no estimate of yours.</p>" for doubt in doubts)
 
 
 def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str) -> tuple[str, ...]:

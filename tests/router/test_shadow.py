@@ -14,6 +14,7 @@ import pytest
 
 from router.shadow.observed_request import ObservedRequest, RecordedPrompt, RecordedPrompts, find_predecessors
 from router.shadow.replay import ObservedEngine, compare_placements, learn_step_times, make_workload
+from router.shadow.report import ShadowReport, render_page
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,20 @@ def test_the_names_in_the_report_stay_as_they_are() -> None:
     assert list(msgspec.to_builtins(comparison)) == [
         "requests", "warming", "waited", "prompt_tokens", "measured", "today", "ours", "saved", "steps", "quantiles"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_times", [True, False])
+@pytest.mark.parametrize("dealt_count", [0, 3])
+def test_the_page_says_where_speeds_or_placements_are_not_the_users(has_times: bool, dealt_count: int) -> None:
+    times = {"first_token_s": 0.5, "end_s": 1.0} if has_times else {}
+    comparison = compare_placements([observe(0, 0.0, [1], output_tokens=1, **times)], [ObservedEngine("a")], 16)
+    report = ShadowReport(
+        version="1", since=0.0, until=1.0, requests={"placed": 3, "dealt": dealt_count}, comparison=comparison,
+        problem=None, tokens={}, turns={}, workers=[], seen=3, lost={},
+    )  # fmt: skip
+    page = render_page(report).decode()
+    assert ("the engines have default speeds" in page) is not has_times
+    assert ("3 requests name no worker" in page) is bool(dealt_count)
 
 
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
