@@ -42,7 +42,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Program]]
 def transfer_params(source: Program, fleet_key: str = FLEET_KEY) -> dict[str, Any]:
     match = re.search(r"^transfers (\S+):(\d+)$", source.log(), re.MULTILINE)
     assert match is not None, source.log()
-    text = "\n".join(["kv-source", "r1", match[1], match[2]])  # as docs/concepts/moving-kv.md says
+    text = "\n".join(["kv-source", "r1", match[1], match[2]])  # as docs/adr/0020-kv-moves-by-pulls.md says
     signature = hmac.new(fleet_key.encode(), text.encode(), "sha256").hexdigest()
     kv_source = {"kv_request_id": "r1", "remote_host": match[1], "remote_port": int(match[2]), "signature": signature}
     return {"remote_kv_source": kv_source}
