@@ -96,11 +96,11 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time, and return its last output; None if there is no such request (any more).
 
-        A waiting request leaves nothing behind, except that a running one with the same prefix still saves the state that
-        was planned for it. A running request releases its blocks: full ones stay cached for other
-        prompts, and the memory of the others is free. If a step with the request is in flight, its blocks are released
-        only when the step is applied, because other requests of the step may share them. The step's full blocks are
-        announced and cached, too, but the request is in no further step and gets no further output.
+        A waiting request leaves nothing behind, except that a running one with the same prefix still saves the state
+        that was planned for it. A running request releases its blocks: full ones stay cached for other prompts, and the
+        memory of the others is free. If a step with the request is in flight, its blocks are released only when the
+        step is applied, because other requests of the step may share them. The step's full blocks are announced and
+        cached, too, but the request is in no further step and gets no further output.
         """
         entry = self._requests.pop(request_id)
         if entry is None:
