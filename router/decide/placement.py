@@ -152,8 +152,9 @@ class RequestPlacer:
     ) -> Forward | Enqueue | Refuse:
         """Choose a worker for a request, and send the request there, queue it, or refuse it.
 
-        `queued_ahead_s`: prefill seconds by target that the queue will send before it; None: look them up. They are
-        given when the request is queued already and it is its turn. Without `may_queue` it is sent or refused.
+        `queued_ahead_s`: prefill seconds of the queued requests that will be sent before this one, by target. They are
+        given for a queued request that has its turn, and None for a new one. Without `may_queue` the request is sent or
+        refused.
         """
         is_its_turn = queued_ahead_s is not None
         choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, waits_behind_queue=may_queue)

@@ -425,7 +425,8 @@ class Target:
         order_s = prefill_s
         if awaited_request is not None:
             order_s = max(order_s, queue.places[awaited_request].order_s)
-        wait_s, overtaken_count = queue.estimate_shortest_first_wait(order_s, queue.total_prefill_s - queued_s)
+        progress_s = queue.total_prefill_s - queued_s  # of the prompt that is being computed
+        wait_s, overtaken_count = queue.estimate_shortest_first_wait(order_s, progress_s)
         # Of prompts of other routers, and of those that wait for KV from another worker, only the sum is known. Each is
         # assumed to have the mean length.
         peer_prompts = (peer_load.prefill_s, peer_load.prefill_requests)

@@ -616,7 +616,7 @@ class Exchange:
     def _choose_other_worker(
         self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
     ) -> list[Instruction] | None:
-        """Choose another worker for the rest of an answer; return the instructions to carry out, or None without one.
+        """Choose another worker for the rest of an answer; return the core's instructions, or None if there is no other.
 
         `is_move`: the present worker still works, and keeps the answer if there is no other one.
         """
@@ -630,7 +630,8 @@ class Exchange:
             silent_s = now - self.context.progress.last_byte_at_s
             instructions = core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
         if is_final_refusal(instructions, request_id):
-            instructions_for_others = instructions[1:]  # the client has a part of the answer, so it gets no refusal
+            # The first instruction refuses the request, but its client has a part of the answer already.
+            instructions_for_others = instructions[1:]
             self._proxy.perform(instructions_for_others)
             return None
         return instructions

@@ -517,7 +517,8 @@ class Fleet:
         if is_restarted:
             member.checkpoint_by_model = {}
         member.checkpoint_by_model |= _find_checkpoints(facts, member.checkpoint_by_model)
-        if self._forget_replaced_tokenizers(member, facts) or is_restarted or facts != earlier_facts:
+        has_new_tokenizer = self._forget_replaced_tokenizers(member, facts)
+        if has_new_tokenizer or is_restarted or facts != earlier_facts:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots = await self._fetch_snapshots(facts) if is_new else {}

@@ -444,7 +444,8 @@ def _parse_without_cached_messages(
 ) -> _BodyTail | None:
     """Parse a body without its cached messages, those before a boundary; one sentinel message stands for them.
 
-    Return None if the rest is too large, or if its token ids depend on more than the text of the prompt.
+    Return None if the rest is too large or malformed, if the sentinel does not stay a message of its own, or if
+    its token ids depend on more than the text of the prompt.
     """
     messages_start = conversation.messages_start
     if messages_start + len(body) - boundary.body_end > TAIL_BYTES_MAX:
