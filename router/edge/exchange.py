@@ -616,7 +616,7 @@ class Exchange:
     def _choose_other_worker(
         self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
     ) -> list[Instruction] | None:
-        """Choose another worker for the rest of an answer; return the core's instructions, or None if there is no other.
+        """Choose another worker for the rest of an answer; return the core's instructions, or None if there is none.
 
         `is_move`: the present worker still works, and keeps the answer if there is no other one.
         """

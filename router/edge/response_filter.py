@@ -34,8 +34,8 @@ class ResponseFilter(msgspec.Struct, eq=False):
         """Choose how the content of a worker's answer is converted for the client. `head`: its status and headers.
 
         `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
-        fields whose values are blanked; None if all are shown. Also None for a worker that continues the answer of another
-        one: the redactor of the first part then goes on. `is_http_1_0`: the client's version of HTTP.
+        fields whose values are blanked; None if all are shown. Also None for a worker that continues the answer of
+        another one: the redactor of the first part then goes on. `is_http_1_0`: the client's version of HTTP.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.continuation = continuation if records_tokens else None
