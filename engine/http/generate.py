@@ -226,7 +226,7 @@ class ChoiceUpdater:
 
     def _record_finish(self, choice: Choice, reason: str, now_s: float) -> None:
         prompt_tokens = len(self._generation.get_choice_prompt(choice))
-        self._clock.record_finish(reason, prompt_tokens, choice.completion_tokens, now_s)
+        self._clock.record_finish(choice.index, reason, prompt_tokens, choice.completion_tokens, now_s)
 
 
 def drop_tokens(output: SequenceOutput) -> SequenceOutput:

@@ -54,11 +54,12 @@ class RequestClock:
     A request may ask for several answers, its choices.
     """
 
-    __slots__ = ("_last_token_s_by_choice", "_metrics", "_start_s")
+    __slots__ = ("_first_token_s_by_choice", "_last_token_s_by_choice", "_metrics", "_start_s")
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics = metrics
         self._start_s = start_s
+        self._first_token_s_by_choice: dict[int, float] = {}
         self._last_token_s_by_choice: dict[int, float] = {}
 
     def record_tokens(self, choice_index: int, count: int, now_s: float) -> None:
@@ -68,21 +69,25 @@ class RequestClock:
         last_token_s = self._last_token_s_by_choice.get(choice_index)
         if last_token_s is not None:
             self._metrics.inter_token_latency.observe((now_s - last_token_s) / count)
-        elif not self._last_token_s_by_choice:
-            self._metrics.time_to_first_token.observe(now_s - self._start_s)
+        else:
+            if not self._first_token_s_by_choice:
+                self._metrics.time_to_first_token.observe(now_s - self._start_s)
+            self._first_token_s_by_choice[choice_index] = now_s
         self._last_token_s_by_choice[choice_index] = now_s
         self._metrics.generation_tokens += count
 
-    def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
+    def record_finish(
+        self, choice_index: int, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float
+    ) -> None:
         """Record that a choice has ended, for a finish reason such as "stop"."""
         metrics = self._metrics
-        request_s = now_s - self._start_s
         metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
-        metrics.e2e_request_latency.observe(request_s)
+        metrics.e2e_request_latency.observe(now_s - self._start_s)
         metrics.request_prompt_tokens.observe(prompt_tokens)
         metrics.request_generation_tokens.observe(completion_tokens)
         if completion_tokens > 1:
-            metrics.time_per_output_token.observe(request_s / completion_tokens)
+            decode_s = now_s - self._first_token_s_by_choice[choice_index]
+            metrics.time_per_output_token.observe(decode_s / (completion_tokens - 1))
 
 
 def collect_families(metrics: ServerMetrics, client: EngineClient, info: CoreInfo, model_name: str) -> Iterator[Family]:
@@ -209,7 +214,7 @@ def _list_request_histograms(metrics: ServerMetrics) -> list[Row]:
                    metrics.time_to_first_token),
         make_total("inter_token_latency_seconds", "Seconds between two tokens of a sequence.",
                    metrics.inter_token_latency),
-        make_total("request_time_per_output_token_seconds", "Mean seconds for a token, by sequence.",
+        make_total("request_time_per_output_token_seconds", "Mean seconds between the tokens of a sequence.",
                    metrics.time_per_output_token),
         make_total("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
         make_total("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),

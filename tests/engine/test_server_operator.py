@@ -20,7 +20,7 @@ from engine.config import ServerConfig
 from engine.http import server
 from engine.http.api_keys import ApiKeys
 from engine.http.generate import STATE, ChoiceUpdater
-from engine.http.metrics import ServerMetrics
+from engine.http.metrics import RequestClock, ServerMetrics
 from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
 from engine.http.weights import resolve_weights_folder, wake_up
@@ -252,3 +252,18 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, st
         follower._apply_output(output, 0.0)
     assert error_info.value.status == status
     assert error_info.value.param == ("structured_outputs.regex" if is_refused else None)
+
+
+def test_the_time_per_output_token_leaves_out_the_prompt() -> None:
+    metrics = ServerMetrics()
+    clock = RequestClock(metrics, 100.0)
+    for choice_index, first_token_s in ((0, 110.0), (1, 111.0)):  # two answers: the prompt took 10 s
+        for token_s in (0.0, 0.5, 1.0):
+            clock.record_tokens(choice_index, 1, first_token_s + token_s)
+        clock.record_finish(choice_index, "stop", 1000, 3, first_token_s + 1.0)
+    clock.record_tokens(2, 1, 112.0)
+    clock.record_finish(2, "length", 1000, 1, 112.0)  # its only token is the prompt's
+    assert metrics.time_per_output_token.total == pytest.approx(0.5 + 0.5)
+    assert sum(metrics.time_per_output_token.counts) == 2
+    assert metrics.inter_token_latency.total == pytest.approx(4 * 0.5)
+    assert metrics.time_to_first_token.total == pytest.approx(10.0)
