@@ -30,7 +30,10 @@ class BodyTooLarge(Exception):
 
 
 class ChunkedBody:
-    """Parser of one chunked body: takes its content out of the chunks, and finds its end."""
+    """Parser of one chunked body: takes its content out of the chunks, and finds its end.
+
+    Trailers are checked and dropped, as recipients may do (RFC 9112 section 7.1.2).
+    """
 
     __slots__ = (
         "_content_bytes", "_framing_bytes", "_is_in_trailers", "_max_content_bytes", "_max_framing_bytes",
