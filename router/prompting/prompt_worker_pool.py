@@ -141,14 +141,21 @@ class PromptWorkerPool:
             self._add_waiting(tenant, -body_bytes)
 
     async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
-        """Try a chat template in a process that can be killed. `render_s_max`: CPU time of one rendering."""
-        try:
-            return await self.processes.run(
-                lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)
-            )
-        except (WorkerProcessError, RequestError) as error:
-            log.warning("the trial of the chat template in %s failed: %s", folder, error)
-            return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
+        """Try a chat template in a process that can be killed. `render_s_max`: CPU time of one rendering.
+
+        If the process dies or takes too long, which may be for want of memory or CPU, the trial is repeated once.
+        """
+        may_repeat = True
+        while True:
+            try:
+                return await self.processes.run(
+                    lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)
+                )
+            except (WorkerProcessError, RequestError) as error:
+                log.warning("the trial of the chat template in %s failed: %s", folder, error)
+                if isinstance(error, RequestError) or not may_repeat:
+                    return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
+                may_repeat = False
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:
         """Raise RequestError if a body has no room.

@@ -16,12 +16,12 @@ from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import parse_routing_of_kind
 from prompts.tokenizer import Checkpoint, Tokenizer
-from prompts.worker_pool import WorkerProcess
+from prompts.worker_pool import WorkerProcess, WorkerProcessError
 from router.prompting import reader
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, TemplateTrial
 from router.prompting.reader import TIMEOUTS_MAX
 
 BODY = {"messages": [{"role": "user", "content": "hello there"}]}
@@ -66,6 +66,26 @@ def test_a_template_that_took_too_long_is_rendered_by_a_helper_with_the_same_res
             assert answer.startswith(b"HTTP/1.1 200")
         assert [list(route.token_ids) for route in routes] == [expected, expected]
         assert edge.worker_pool.counts["read"] == 2
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_template_is_tried_again_if_the_process_of_its_trial_was_killed(
+    edge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Its chats would be rendered by processes, and never be cached, for as long as the router runs."""
+    folder, errors = write_model(tmp_path, USUAL), [WorkerProcessError("EOFError: killed")] * failures
+
+    async def fail_first(*_: Any) -> TemplateTrial:
+        if errors:
+            raise errors.pop()
+        return TemplateTrial(is_bounded=True, problem=None)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(WorkerProcess, "call", fail_first)
+        await start(edge, folder)
+        assert edge.prompts.tokenizers.get_template("bad").is_bounded is (failures == 1)
 
     edge.run(scenario())
 
