@@ -33,6 +33,7 @@ from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
 
+TEMPLATE_TRIALS_MAX = 2
 START_S_MAX = 30.0
 """Time for starting a process, for loading a tokenizer, and for the trial of a chat template."""
 
@@ -145,17 +146,18 @@ class PromptWorkerPool:
 
         If the process dies or takes too long, which may be for want of memory or CPU, the trial is repeated once.
         """
-        may_repeat = True
-        while True:
+        problem = ""
+        for _ in range(TEMPLATE_TRIALS_MAX):
             try:
                 return await self.processes.run(
                     lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)
                 )
             except (WorkerProcessError, RequestError) as error:
+                problem = f"its trial failed: {error}"
                 log.warning("the trial of the chat template in %s failed: %s", folder, error)
-                if isinstance(error, RequestError) or not may_repeat:
-                    return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
-                may_repeat = False
+                if isinstance(error, RequestError):  # its files cannot be read
+                    break
+        return TemplateTrial(is_bounded=False, problem=problem)
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:
         """Raise RequestError if a body has no room.

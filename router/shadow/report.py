@@ -23,8 +23,8 @@ CAUSE_BY_GROUP = {group: cause for cause, groups in CAUSES.items() for group in 
 METHOD_NOTE = (
     "<h2>How this was found</h2><p>The requests are simulated twice, on engines with the speeds and caches of the "
     "table of workers: once placed as they were, and once as router run would place them. Measured times are scaled "
-    "by the ratio of both simulations. A request that waited for the end of an answer waits for it in the simulation"
-    " too: the next turn of a conversation, and a request of a session or user whose requests never overlap. All "
+    "by the ratio of both simulations. A request that waited for the end of an answer waits for it in the simulation "
+    "too: the next turn of a conversation, and a request of a session or user whose requests never overlap. All "
     "other requests arrive at their recorded times. The last column of the first table shows how far the simulation "
     "of today is from what was measured. If it is far off, do not trust the other columns.</p></html>"
 )
