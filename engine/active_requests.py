@@ -69,12 +69,13 @@ class ActiveRequests:
         self._entry_by_id[entry.request_id] = entry
         self._waiting.add_arrival(entry)
 
-    def start(self, entry: RequestEntry) -> None:
+    def start(self, entry: RequestEntry, now: float) -> None:
         """Move a request from the waiting queue to `running`, after the cache has admitted it."""
         self._waiting.remove(entry)
         insort(self.running, entry)
         if not entry.seq.preemptions:
             entry.seq.cached_tokens = entry.seq.computed_tokens
+            entry.seq.start_s = now
             self._totals.add_prompt(entry.seq)
 
     def preempt(self, entry: RequestEntry) -> None:

@@ -287,7 +287,7 @@ class EngineCore:
         outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
         if self._preparing_requests:
             outputs += self._add_prepared()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(now)
         if plan is not None and plan.chunks:
             self._begin_step(plan)
             must_finish_step = len(self._steps_in_flight) == self._steps_in_flight_max

@@ -22,7 +22,7 @@ class RequestEntry:
     """Members of `stop_token_ids` that are the model's own. No output reports them as a `stop_token_id`."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_reported_prompt: bool = False
-    """Whether the first output was made. It has `cached_tokens` and the logprobs of the prompt."""
+    """Whether the first output was made. It has `cached_tokens`, `queue_s` and the logprobs of the prompt."""
     has_ended: bool = False
     """Whether the request was aborted or has finished while a step with it is in flight."""
     arrival_work: int = 0
@@ -70,9 +70,10 @@ class RequestEntry:
         return self.arrival_order < other.arrival_order
 
     def add_prompt_results(self, output: SequenceOutput) -> None:
-        """Add the number of cached tokens and the logprobs of the prompt to the request's first output."""
+        """Add the cached tokens, the time in the queue and the prompt's logprobs to the request's first output."""
         self.has_reported_prompt = True
         output.cached_tokens = self.seq.cached_tokens
+        output.queue_s = self.seq.start_s - self.seq.arrival_s
         if self.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *self.prompt_logprobs]
 

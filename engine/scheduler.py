@@ -108,7 +108,7 @@ class Scheduler:
         self._requests.remove_after_steps(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, a forward pass: decodes first, then prompts that were begun, then waiting requests.
 
         If memory runs out, running sequences are preempted, but never to admit a waiting request. Returns None if that
@@ -116,7 +116,7 @@ class Scheduler:
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        draft = StepDraft(now, self.config.max_num_batched_tokens)
         try:
             prefills = self._plan_decodes(draft)
             self._plan_prefills(prefills, draft)
@@ -255,7 +255,7 @@ class Scheduler:
     def _start_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Add the first chunk of a request that was just admitted."""
         draft.has_admitted = True
-        self._requests.start(entry)
+        self._requests.start(entry, draft.planned_s)
         seq = entry.seq
         if self._uses_shared_prefixes:
             self._waiting_queue.discount_shared_prefix(seq, list(islice(self._waiting_queue, _WAITING_SCAN_MAX)))

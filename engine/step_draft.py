@@ -44,6 +44,8 @@ class StepDraft:
     The scheduler also keeps count here of the waiting requests that it has looked at for this step.
     """
 
+    planned_s: float
+    """Time at which the step is planned."""
     prefill_budget: int
     """Tokens that may still be added to the step."""
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)

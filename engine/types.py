@@ -196,6 +196,8 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     """Token of the request's `stop_token_ids` that ended the answer; None if the model's own end token did."""
     cached_tokens: int | None = None
     """Prompt tokens that the prefix cache had; only in a request's first output."""
+    queue_s: float | None = None
+    """Seconds that the request waited before its first step; only in its first output."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
@@ -248,6 +250,8 @@ class Sequence:
     """Prompt, and the answer so far."""
     prompt_len: int
     arrival_s: float
+    start_s: float = 0.0
+    """Time at which the request first began to run."""
     computed_tokens: int = 0
     """Leading tokens with KV in the blocks of `block_tables`: computed, or found in the prefix cache."""
     cached_tokens: int = 0

@@ -216,6 +216,8 @@ class ChoiceUpdater:
             raise _make_sequence_error(output, choice.params.constraint)
         if self._generation.is_prompt_only:
             output = drop_tokens(output)
+        if output.queue_s is not None:
+            self._clock.record_queue_time(output.queue_s, now_s)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:

@@ -43,13 +43,16 @@ class ServerMetrics:
         self.time_to_first_token = Histogram(_TTFT_BUCKETS)
         self.inter_token_latency = Histogram(_ITL_BUCKETS)
         self.time_per_output_token = Histogram(_ITL_BUCKETS)
+        self.request_queue_time = Histogram(_E2E_BUCKETS)
+        self.request_prefill_time = Histogram(_E2E_BUCKETS)
+        self.request_decode_time = Histogram(_E2E_BUCKETS)
         self.e2e_request_latency = Histogram(_E2E_BUCKETS)
         self.request_prompt_tokens = Histogram(_TOKEN_BUCKETS)
         self.request_generation_tokens = Histogram(_TOKEN_BUCKETS)
 
 
 class RequestClock:
-    """Records the times of one request in the metrics: time to first token, gaps between tokens, and total time.
+    """Records the times of one request in the metrics: in the queue, to the first token, between tokens, and in all.
 
     A request may ask for several answers, its choices.
     """
@@ -61,6 +64,11 @@ class RequestClock:
         self._start_s = start_s
         self._first_token_s_by_choice: dict[int, float] = {}
         self._last_token_s_by_choice: dict[int, float] = {}
+
+    def record_queue_time(self, queue_s: float, now_s: float) -> None:
+        """Record that the first output of a choice has arrived, which waited `queue_s` seconds before its prefill."""
+        self._metrics.request_queue_time.observe(queue_s)
+        self._metrics.request_prefill_time.observe(max(0.0, now_s - self._start_s - queue_s))
 
     def record_tokens(self, choice_index: int, count: int, now_s: float) -> None:
         """Record that `count` tokens of a choice have arrived."""
@@ -87,6 +95,7 @@ class RequestClock:
         metrics.request_generation_tokens.observe(completion_tokens)
         if completion_tokens > 1:
             decode_s = now_s - self._first_token_s_by_choice[choice_index]
+            metrics.request_decode_time.observe(decode_s)
             metrics.time_per_output_token.observe(decode_s / (completion_tokens - 1))
 
 
@@ -216,6 +225,12 @@ def _list_request_histograms(metrics: ServerMetrics) -> list[Row]:
                    metrics.inter_token_latency),
         make_total("request_time_per_output_token_seconds", "Mean seconds between the tokens of a sequence.",
                    metrics.time_per_output_token),
+        make_total("request_queue_time_seconds", "Seconds that a sequence waited before its first step.",
+                   metrics.request_queue_time),
+        make_total("request_prefill_time_seconds", "Seconds from the first step of a sequence to its first token.",
+                   metrics.request_prefill_time),
+        make_total("request_decode_time_seconds", "Seconds from the first token of a sequence to its last.",
+                   metrics.request_decode_time),
         make_total("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
         make_total("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
         make_total("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),

@@ -173,20 +173,22 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
 def take_first_tokens(output: SequenceOutput, count: int) -> SequenceOutput:
     """Split an output: remove its first `count` tokens, and return them as an output of their own.
 
-    The returned output also gets what is reported once, with the first token: `cached_tokens` and `prompt_logprobs`.
+    The returned output also gets what is reported once, with the first token: `cached_tokens`, `queue_s` and
+    `prompt_logprobs`.
     """
     logprobs = output.logprobs
     first_output = SequenceOutput(
         request_id=output.request_id,
         token_ids=output.token_ids[:count],
         cached_tokens=output.cached_tokens,
+        queue_s=output.queue_s,
         logprobs=None if logprobs is None else logprobs[:count],
         prompt_logprobs=output.prompt_logprobs,
     )
     del output.token_ids[:count]
     if logprobs is not None:
         del logprobs[:count]
-    output.cached_tokens = None
+    output.cached_tokens = output.queue_s = None
     output.prompt_logprobs = None
     return first_output
 

@@ -312,6 +312,18 @@ def test_preemption_recomputes_the_last_in_order_and_everybody_finishes() -> Non
     assert next(iter(bench.ends)) == "r0"
 
 
+def test_the_first_output_says_how_long_the_request_waited() -> None:
+    bench = make_bench(max_num_seqs=1)
+    bench.add("a", [1, 2, 3], max_tokens=2)
+    bench.step()
+    bench.add("b", [4, 5, 6], max_tokens=2)
+    arrival_s = bench.now
+    bench.now = arrival_s + 8.0
+    bench.drain()
+    assert bench.firsts["a"].queue_s == 0.0
+    assert bench.firsts["b"].queue_s == 8.0
+
+
 def test_priority_then_arrival() -> None:
     bench = make_bench(max_num_seqs=1, max_num_batched_tokens=8)
     bench.add("late", [1] * 4, priority=1, max_tokens=1)

@@ -267,3 +267,12 @@ def test_the_time_per_output_token_leaves_out_the_prompt() -> None:
     assert sum(metrics.time_per_output_token.counts) == 2
     assert metrics.inter_token_latency.total == pytest.approx(4 * 0.5)
     assert metrics.time_to_first_token.total == pytest.approx(10.0)
+    assert metrics.request_decode_time.total == pytest.approx(1.0 + 1.0)
+
+
+def test_the_prefill_time_leaves_out_the_queue() -> None:
+    metrics = ServerMetrics()
+    clock = RequestClock(metrics, 100.0)
+    clock.record_queue_time(7.0, 110.0)
+    assert metrics.request_queue_time.total == pytest.approx(7.0)
+    assert metrics.request_prefill_time.total == pytest.approx(3.0)

@@ -230,7 +230,11 @@ def test_metrics_have_vllms_names(engine: Any) -> None:
     """Each metric moves by what one answer of 64 tokens, to a prompt that is then cached, costs."""
     wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
     success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
-    single_counts = (success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count")
+    single_counts = (
+        success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_queue_time_seconds_count", "vllm:request_prefill_time_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+    )  # fmt: skip
     names = (*single_counts, "vllm:generation_tokens_total", "vllm:prompt_tokens_total",
              "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
              "vllm:inter_token_latency_seconds_count")  # fmt: skip
