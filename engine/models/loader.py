@@ -1,13 +1,14 @@
 """Loads an HF checkpoint from disk: a model with its weights on a device.
 
-Reads config.json and safetensors (one file, or shards with an index). A tensor that is missing, of a wrong shape, or
-not needed is an error that names it.
+Reads config.json and safetensors (one file, or shards with an index). A tensor that is missing, of a wrong shape, not
+finite, or not needed is an error that names it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,13 +175,19 @@ def _rename_tensor(name: str, model: CausalLM) -> str:
 
 
 def _copy_tensor(tensor: Tensor, targets: list[Target], path: Path) -> None:
-    """Copy a checkpoint's tensor to the weights that need it. Raises ModelError for a wrong shape or dtype."""
+    """Copy a checkpoint's tensor to the weights that need it.
+
+    Raises ModelError for a wrong shape or dtype, and for values that are not finite as the model computes with them:
+    every logit would be NaN, and every answer the token 0 again and again.
+    """
     for weight, part in targets:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
-        weight.tensor[part.target_index].copy_(part.slice_tensor(tensor))
+        values = weight.tensor[part.target_index].copy_(part.slice_tensor(tensor))
+        if values.numel() and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
+            raise ModelError(f"{path}: {part.name}: expected finite values, as {values.dtype}")
 
 
 def _format_names(names: Iterable[str]) -> str:

@@ -159,6 +159,26 @@ def test_integer_tensors_are_refused(folder: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    """Every answer would be the token 0 again and again. 1e38 is finite in fp32, and not in the dtype of the model."""
+    edit_tensors(folder, lambda t: t["model.layers.1.mlp.down_proj.weight"][3].fill_(value))
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.mlp\.down_proj\.weight: expected finite values, as torch.float16"
+    ):
+        load_model(folder, dtype="float16")
+
+
+def test_a_reload_of_weights_that_are_not_finite_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    other_folder = Path(shutil.copytree(folder, tmp_path / "other"))
+    edit_tensors(other_folder, lambda t: t["model.norm.weight"].fill_(float("nan")))
+    model, dtype = load_model(folder)
+    before = [weight.tensor.clone() for weight in model.weights]
+    with pytest.raises(ModelError, match=r"model\.norm\.weight: expected finite values"):
+        reload_weights(model, other_folder, dtype, torch.device("cpu"))
+    assert all(torch.equal(weight.tensor, tensor) for weight, tensor in zip(model.weights, before, strict=True))
+
+
 def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file; expected the folder of an HF checkpoint"):
         load_model(tmp_path / "nothing")
