@@ -144,8 +144,12 @@ class StreamContinuation:
 
     @property
     def _continues_as_chat(self) -> bool:
-        """Whether the other worker gets a chat request and not a completion request."""
-        return self._is_chat and self._engine == BLOCKCAST
+        """Whether the other worker gets a chat request and not a completion request.
+
+        A chat of vLLM without text is repeated: it may have begun to reason, and completions do not tell reasoning from
+        text.
+        """
+        return self._is_chat and (self._engine == BLOCKCAST or self._sent_token_count == 0)
 
     @property
     def path(self) -> bytes | None:
@@ -282,8 +286,10 @@ class StreamContinuation:
     def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
         """Return the body of a chat request for the rest of an answer. Arguments as for `_build_body`.
 
-        The token ids stand for the messages, so only the last message is sent.
+        With our engine the token ids stand for the messages, so only the last message is sent.
         """
+        if self._engine == VLLM:
+            return {**self._fields, "return_token_ids": True}
         resent_fields = {
             name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
         }

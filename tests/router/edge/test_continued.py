@@ -599,6 +599,46 @@ def test_calls_and_thoughts_go_on(edge: Any, make_post: Any, dies_after: int) ->
     edge.run(scenario())
 
 
+def test_a_chat_of_vllm_without_text_is_asked_for_again_as_a_chat(edge: Any, make_post: Any) -> None:
+    """The worker has begun a thought, of which it sends nothing yet: as a completion the thought would be text."""
+    thought = {"reasoning": "Hm"}
+
+    async def think(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        requests.append((received.line.split()[1], body))
+        is_first = len(requests) == 1
+        delta = {"content": "<think>Hm"} if b"/v1/chat" not in received.line else thought
+        events = [{"role": "assistant", "content": ""}, *(() if is_first else (delta, {"content": "Hi"}))]
+        writer.write(HEAD)
+        for number, said in enumerate(events):
+            choice = {"index": 0, "delta": said, "finish_reason": "stop" if said == {"content": "Hi"} else None}
+            ids = {"prompt_token_ids": PROMPT} if number == 0 else {}
+            choice["token_ids"] = [7] * (number > 0)
+            writer.write(chunk(event(id=str(len(requests)), created=1, model="m", choices=[choice], **ids)))
+        await writer.drain()
+        if is_first:
+            writer.transport.abort()
+        else:
+            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    requests: list[tuple[bytes, dict[str, Any]]] = []
+
+    async def scenario() -> None:
+        await edge.start()
+        for name in "ab":
+            await edge.worker(think, name, engine="vllm")
+        _, events, ended = told(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert ended
+        assert [one["choices"][0]["delta"] for one in events] == [
+            {"role": "assistant", "content": ""}, thought, {"content": "Hi"},
+        ]  # fmt: skip
+        assert len({one["id"] for one in events}) == 1
+        (_, first), (path, again) = requests
+        assert (path, again) == (b"/v1/chat/completions", first)
+
+    edge.run(scenario())
+
+
 def test_calls_of_vllm_are_cut(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
