@@ -37,7 +37,7 @@ async def sleep(request: web.Request) -> web.Response:
         raise bad_value("level", level, "1 or 2")
     if mode != "wait":
         raise bad_value("mode", mode, "wait")
-    await finish_uncancelled(_change_weights(state, "sleep", asleep_after=True, level=int(level)))
+    await finish_uncancelled(_change_weights(state, "sleep", level=int(level)))
     return web.json_response({"status": "sleeping", "level": int(level)})
 
 
@@ -45,7 +45,7 @@ async def wake_up(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if "tags" in request.query:
         raise bad_value("tags", request.query["tags"], "none: all wakes up at once")
-    await finish_uncancelled(_change_weights(state, "wake", asleep_after=False))
+    await finish_uncancelled(_change_weights(state, "wake"))
     return web.json_response({"status": "awake", "tags": None})
 
 
@@ -69,9 +69,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
         raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
     if path is not None:
         path = resolve_weights_folder(path, (*state.config.weights_folders, state.info.model_path))
-    if state.is_asleep:
-        raise RequestError("reload: the engine is asleep", code="conflict", status=409)
-    await finish_uncancelled(_change_weights(state, "reload", asleep_after=False, path=path))
+    await finish_uncancelled(_change_weights(state, "reload", path=path))
     return web.json_response({"results": [None]})
 
 
@@ -85,21 +83,22 @@ def resolve_weights_folder(path: str, roots: Sequence[str]) -> str:
     return str(folder)
 
 
-async def _change_weights(
-    state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
-) -> None:
+async def _change_weights(state: ServerState, action: Literal["sleep", "wake", "reload"], **options: Any) -> None:
     """Let running requests end, and then put the engine to sleep, wake it up, or reload its weights.
 
-    `asleep_after`: whether the engine sleeps after the change; a failed change leaves it as it was. Callers must not
-    cancel this when their client leaves (`finish_uncancelled`). Raises RequestError 409 if the change fails.
+    A failed change leaves the engine asleep or awake, as it was. Callers must not cancel this when their client leaves
+    (`finish_uncancelled`). Raises RequestError 409 if the change fails, and at once if it does not apply.
     """
     async with state.weights_change_lock:
         is_asleep_at_end = state.is_asleep
+        if is_asleep_at_end != (action == "wake"):
+            status = "asleep" if is_asleep_at_end else "awake"
+            raise RequestError(f"{action}: the engine is {status}", code="conflict", status=409)
         state.is_asleep = True  # no request is admitted while this waits
         try:
             await state.wait_until_idle()
             await state.client.change_weights(action, **options)
-            is_asleep_at_end = asleep_after
+            is_asleep_at_end = action == "sleep"
         except ValueError as error:
             raise RequestError(str(error), code="conflict", status=409) from None
         finally:

@@ -23,7 +23,7 @@ from engine.http.generate import STATE, ChoiceUpdater
 from engine.http.metrics import RequestClock, ServerMetrics
 from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
-from engine.http.weights import resolve_weights_folder, wake_up
+from engine.http.weights import resolve_weights_folder, sleep
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
@@ -163,7 +163,7 @@ def test_an_operator_who_leaves_before_a_refusal_leaves_no_traceback(caplog: pyt
     async def play() -> None:
         state = make_state(RefusingClient())
         request = SimpleNamespace(app={STATE: state}, query={})
-        leaving = asyncio.ensure_future(wake_up(request))  # type: ignore[arg-type]
+        leaving = asyncio.ensure_future(sleep(request))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.sleep(0.05)
@@ -172,6 +172,30 @@ def test_an_operator_who_leaves_before_a_refusal_leaves_no_traceback(caplog: pyt
     asyncio.run(play())
     gc.collect()
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("path", "is_asleep"), [("/wake_up", False), ("/sleep", True), ("/collective_rpc", True)])
+def test_a_change_that_the_engine_has_made_already_keeps_no_request_out(path: str, is_asleep: bool) -> None:
+    """A second /wake_up waited for the end of all running requests, and new ones got 503 until then."""
+
+    async def play() -> None:
+        client = Client()
+        state = make_state(client)
+        state.active_request_count, state.is_asleep = 1, is_asleep
+        runner = make_runner(build_app(state), log_requests=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
+        try:
+            async with ClientSession() as session, session.post(url, data=RELOAD) as answer:
+                assert answer.status == 409
+                assert ("asleep" if is_asleep else "awake") in (await answer.json())["error"]["message"]
+        finally:
+            await runner.cleanup()
+        assert state.is_asleep == is_asleep
+        assert not client.calls
+
+    asyncio.run(asyncio.wait_for(play(), 30))
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
