@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from router.host_names import HostNames
+
 READ_BYTES = 16 << 10
 """Bytes of a response that aiohttp buffers at most: a sixteenth as many chunks as with its default."""
 
@@ -21,13 +23,16 @@ class FetchError(Exception):
     """No response, or none within the bounds; the message says what came instead."""
 
 
-def open_session(tls: ssl.SSLContext | None, requests_max: int = 0) -> aiohttp.ClientSession:
+def open_session(
+    tls: ssl.SSLContext | None, requests_max: int = 0, host_names: HostNames | None = None
+) -> aiohttp.ClientSession:
     """Return a session for `fetch`. Requests beyond `requests_max` wait for others to end; 0: there is no limit.
 
     A response is not decompressed, because it may be many times larger than what was received. Its cookies are dropped:
     those of a hostile server would be kept without bound, and sent back to it.
     """
-    connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max)
+    resolver = host_names or HostNames()
+    connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max, resolver=resolver, use_dns_cache=False)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 

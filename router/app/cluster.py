@@ -34,6 +34,7 @@ from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.worker_flag import parse_worker_flag
+from router.host_names import HostNames
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.http_client import make_key_headers
@@ -77,6 +78,7 @@ class Cluster:
         pipeline: RequestPipeline,
         index: PrefixIndex,
         session: aiohttp.ClientSession,
+        host_names: HostNames,
         peer_client: PeerClient,
     ) -> None:
         """Make the parts that follow workers, and connect them with the pipeline by callbacks.
@@ -107,6 +109,7 @@ class Cluster:
         tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=partial(is_worker_serving, proxy.core))
         prober = Prober(
             session,
+            host_names,
             headers=key_headers,
             trusts_endpoints=config.fleet.trust_event_endpoints,
             kv_dialects=config.kv_dialects,

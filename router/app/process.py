@@ -40,6 +40,7 @@ from router.app.timers import Timers
 from router.app.tracing import Tracing
 from router.edge.config import CONNECTIONS_MAX
 from router.fleet.peer_snapshots import PeerClient, fetch_seed
+from router.host_names import HostNames
 from router.http.listener import Listener
 from router.http.routes import Routes
 from router.http_client import open_session
@@ -74,16 +75,17 @@ class RouterProcess:
 
         # What forwards requests to workers. (The clock of uvloop stands still while the loop runs callbacks.)
         worker_tls = config.make_worker_tls()
-        self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
+        self._host_names = HostNames()
+        self.pipeline = RequestPipeline(config, index, worker_tls, self._host_names, now=time.monotonic)
         pipeline, proxy = self.pipeline, self.pipeline.proxy
         self._resources.callback(pipeline.close)
         self._add_tracing()
 
         # What follows the state of workers and of other routers.
-        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
+        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()), self._host_names)
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
-        cluster = Cluster(config, pipeline, index, session, peer_client)
+        cluster = Cluster(config, pipeline, index, session, self._host_names, peer_client)
         self.cluster = cluster
         self._resources.push_async_callback(cluster.close)
 
@@ -244,7 +246,7 @@ class RouterProcess:
         picker = Picker(
             proxy,
             config.picker,
-            EndpointMap(proxy.core.workers),
+            EndpointMap(proxy.core.workers, self._host_names),
             find_tenant=ApiKeys(config.edge.api_keys).find_tenant,
             dispatch=partial(self._dispatcher.dispatch, make_exchange=PickExchange),
         )

@@ -15,6 +15,7 @@ from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Proxy
 from router.edge.request_reader import RequestReader
 from router.edge.upstream import UpstreamPool
+from router.host_names import HostNames
 from router.index.protocol import PrefixIndex
 from router.metrics import Metrics
 from router.prompting.conversation_reader import ConversationReader
@@ -29,13 +30,19 @@ class RequestPipeline:
     """The parts of a router that a request for workers passes: reading, limits, decision, forwarding and counting."""
 
     def __init__(
-        self, config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
+        self,
+        config: ProcessConfig,
+        index: PrefixIndex,
+        worker_tls: ssl.SSLContext | None,
+        host_names: HostNames,
+        now: Callable[[], float],
     ) -> None:
         """Build the parts, and have the proxy call those that record when an answer begins and when a request ends.
 
         `worker_tls`: how to connect to workers with https. `now`: the clock, in seconds.
         """
-        self.proxy = _make_proxy(config, index, worker_tls, now)
+        pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls, host_names=host_names)
+        self.proxy = _make_proxy(config, index, pool, now)
 
         # Reading requests.
         tokenize_threads = config.tokenize_threads or min(8, os.cpu_count() or 1)
@@ -81,14 +88,12 @@ def _make_prompt_reader(
     return PromptReader(tokenizers, conversations, executor, worker_pool, makes_outlines=makes_outlines)
 
 
-def _make_proxy(
-    config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
-) -> Proxy:
+def _make_proxy(config: ProcessConfig, index: PrefixIndex, pool: UpstreamPool, now: Callable[[], float]) -> Proxy:
     """Return the proxy, which forwards requests, with the core that chooses workers and the connections to workers."""
     authorization = None if config.worker_api_key is None else f"Bearer {config.worker_api_key}".encode()
     proxy = Proxy(
         core=RouterCore(index, config.core, seed=config.seed),
-        pool=UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
+        pool=pool,
         metrics=Metrics(),
         config=config.edge,
         now=now,

@@ -11,12 +11,16 @@ import logging
 import socket
 import ssl
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from aiohttp.helpers import is_ip_address
+
 from options.addresses import get_default_port
+from router.host_names import HostNames
 from router.http.headers import ProtocolError
 from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
 
@@ -308,11 +312,12 @@ class UpstreamPool:
         idle_max: int = 512,
         connect_s_max: float = 5.0,
         tls: ssl.SSLContext | None = None,
+        host_names: HostNames | None = None,
     ) -> None:
         """Make a pool without connections. `idle_max` limits the idle connections to one worker.
 
         `connect_s_max`: longest time for opening a connection. `tls`: context for workers with https; None: the
-        system's certificate authorities are trusted.
+        system's certificate authorities are trusted. `host_names`: addresses of workers.
         """
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
@@ -322,6 +327,7 @@ class UpstreamPool:
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
+        self._host_names = host_names or HostNames()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     def acquire(self, target: Endpoint, *, is_new: bool = False) -> UpstreamConnection:
@@ -340,11 +346,22 @@ class UpstreamPool:
         """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
         loop, target = asyncio.get_running_loop(), connection.target
         ssl_context = self._ssl_context if target.is_tls else None
-        connecting = loop.create_connection(lambda: connection, target.host, target.port, ssl=ssl_context)
+        connecting: Coroutine[Any, Any, Any]
+        if is_ip_address(target.host):
+            connecting = loop.create_connection(lambda: connection, target.host, target.port, ssl=ssl_context)
+        else:
+            connecting = self._connect_by_name(connection, ssl_context)
         await asyncio.wait_for(connecting, self._connect_s_max)
         if connection.transport is not None:  # otherwise it was closed at once
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
+
+    async def _connect_by_name(self, connection: UpstreamConnection, ssl_context: ssl.SSLContext | None) -> None:
+        """Open a connection to a worker that is named by its host. Raises OSError, UnicodeError."""
+        loop, host = asyncio.get_running_loop(), connection.target.host
+        sock = await self._host_names.connect(host, connection.target.port)
+        server_hostname = host if ssl_context is not None else None
+        await loop.create_connection(lambda: connection, sock=sock, ssl=ssl_context, server_hostname=server_hostname)
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         """Send a request, and read no answer. Failures are ignored."""

@@ -51,14 +51,13 @@ from router.fleet.worker_responses import (
     read_sources,
     select_metric_lines,
 )
+from router.host_names import HostNames
 from router.http_client import FetchError, fetch
 
 log = logging.getLogger("router")
 
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
-RESOLVE_S_MAX = 5.0
-"""Longest resolution of a host name that a worker names."""
 BOOTSTRAP_PORT = 8998
 """Port where prefill workers of Mooncake and of SGLang are met, unless their operator chose another."""
 NOT_OFFERED = frozenset((404, 405, 410, 501))
@@ -234,28 +233,13 @@ def _read_engine_ids(bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_c
         return _EngineIds(() if _is_refusal(error) else None, str(error))
 
 
-async def _is_same_host(host: str, worker_host: str) -> bool:
-    """Return whether a host is the worker's own: both have the same name, or an IP address in common."""
-    if host.lower() == worker_host:
-        return True
-    return bool(await _resolve_addresses(worker_host) & await _resolve_addresses(host))
-
-
-async def _resolve_addresses(host: str) -> set[str]:
-    """Return the IP addresses of a host; empty if its name cannot be resolved."""
-    try:
-        address_infos = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), RESOLVE_S_MAX)
-    except (OSError, UnicodeError, asyncio.TimeoutError):
-        return set()
-    return {str(address[0]).partition("%")[0] for *_, address in address_infos}
-
-
 class Prober:
     """HTTP client that asks workers what they are. Every answer is bounded in time and size."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
+        host_names: HostNames | None = None,
         *,
         timeout_s: float = 5.0,
         headers: dict[str, str] | None = None,
@@ -268,6 +252,7 @@ class Prober:
         other hosts. `kv_dialects`: KV transfer protocols that this router uses between workers.
         """
         self._session = session
+        self.host_names = host_names or HostNames()
         self._timeout_s = timeout_s
         self._headers = headers or {}
         self._trusts_endpoints = trusts_endpoints
@@ -412,13 +397,27 @@ class Prober:
                 host = parse_endpoint_host(endpoint)
                 if host in own_hosts:
                     continue
-                if host is None or not await _is_same_host(host, worker_host):
+                if host is None or not await self._is_same_host(host, worker_host):
                     raise DecodeError(
                         f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on "
                         f"{worker_host}, the worker's own host; events=ENDPOINT for this worker, or "
                         "--trust-event-endpoints, allows it"
                     )
                 own_hosts.add(host)
+
+    async def _is_same_host(self, host: str, worker_host: str) -> bool:
+        """Return whether a host is the worker's own: both have the same name, or an IP address in common."""
+        if host.lower() == worker_host:
+            return True
+        return bool(await self._resolve_addresses(worker_host) & await self._resolve_addresses(host))
+
+    async def _resolve_addresses(self, host: str) -> set[str]:
+        """Return the IP addresses of a host; empty if its name cannot be resolved."""
+        try:
+            address_infos = await asyncio.wait_for(self.host_names.look_up(host, 0), self._timeout_s)
+        except (OSError, UnicodeError, asyncio.TimeoutError):
+            return set()
+        return {str(address[0]).partition("%")[0] for *_, address in address_infos}
 
     async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
         """Return the load that each rank reports; None for a rank that reports none."""
@@ -473,10 +472,10 @@ class Prober:
     async def is_listening(self, host: str, port: int) -> bool | None:
         """Return whether an address accepts connections; None if that is not known, as no answer came in time."""
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
+            connected = await asyncio.wait_for(self.host_names.connect(host, port), min(1.0, self._timeout_s))
         except ConnectionRefusedError:
             return False
         except (OSError, asyncio.TimeoutError):
             return None
-        writer.close()
+        connected.close()
         return True

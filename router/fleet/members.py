@@ -315,7 +315,8 @@ class Fleet:
     def follow_name(self, flag: WorkerFlag) -> None:
         """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
         update = partial(self._update_origin, f"dns {flag.url}")
-        self._spawn(run_forever(lambda: watch_host_name(flag, self._config.names_s, update), _report_list_error))
+        host_names, every_s = self._prober.host_names, self._config.names_s
+        self._spawn(run_forever(lambda: watch_host_name(host_names, flag, every_s, update), _report_list_error))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Add the endpoints of a Service or InferencePool, and follow changes. Unready ones get no new requests."""

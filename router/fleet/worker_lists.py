@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from options import ConfigError
 from options.addresses import bracket_host, get_default_port
 from router.fleet.worker_flag import WorkerFlag, derive_worker_id, parse_worker_flag
+from router.host_names import HostNames
 
 log = logging.getLogger("router")
 
@@ -86,7 +86,9 @@ def _read_version(path: Path) -> tuple[int, bytes]:
         return 0, b""
 
 
-async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:
+async def watch_host_name(
+    host_names: HostNames, template: WorkerFlag, every_s: float, update: WorkerListCallback
+) -> None:
     """Resolve the host name of a worker's URL every `every_s` seconds, and call `update` with a worker per address.
 
     The workers differ from `template` in URL and id only: with two addresses, http://engines:8000 becomes
@@ -96,7 +98,7 @@ async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerLi
     port = parts.port or get_default_port(parts.scheme)
     while True:
         try:
-            address_infos = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            address_infos = await host_names.look_up(parts.hostname or "", port)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
         else:

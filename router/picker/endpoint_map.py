@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import socket
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 from options.addresses import bracket_host, get_default_port
 from router.decide.workers import Worker
+from router.host_names import HostNames
 
 log = logging.getLogger("router")
 
@@ -30,8 +30,9 @@ class EndpointMap:
     Call `refresh` often, on a running event loop, to resolve host names. Workers with an IP address are known at once.
     """
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, workers: Mapping[str, Worker], host_names: HostNames) -> None:
         self._workers = workers
+        self._host_names = host_names
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
@@ -77,7 +78,7 @@ class EndpointMap:
         An address that is still among the host's addresses is not replaced by another.
         """
         try:
-            address_infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            address_infos = await self._host_names.look_up(host, 0)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers are not picked until it is found", host, error)
             self._next_lookup_at_s[host] = retry_at_s

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,7 @@ from router.fleet.members import (
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList
+from router.host_names import HostNames
 from router.http_client import FetchError
 from router.index import make_index
 from router.index.protocol import PrefixIndex
@@ -158,6 +160,7 @@ class RecordingProber:
 
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
+        self.host_names = HostNames()
 
     async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
@@ -978,7 +981,7 @@ def test_a_worker_that_is_removed_while_it_is_asked_is_counted_no_more() -> None
 def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
     """Neither list removes the workers of the other: pods with an engine at each of two ports, two namespaces."""
 
-    async def list_addresses(_: str, port: int, **__: Any) -> Any:
+    def list_addresses(_: str, port: int, **__: Any) -> Any:
         return [(None, None, None, "", (host, port)) for host in ("10.0.0.1", "10.0.0.2", "10.0.0.1", "fe80::1")]
 
     async def watch_pods(source: KubernetesSource, update: Callable[[dict[str, bool]], None]) -> None:
@@ -989,7 +992,7 @@ def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
     monkeypatch.setattr("router.fleet.members.watch_kubernetes", watch_pods)
 
     async def run() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", list_addresses)
+        monkeypatch.setattr(socket, "getaddrinfo", list_addresses)
         removed_ids: list[str] = []
         fleet = fleet_of(RecordingProber(), dataclasses.replace(RARELY, names_s=0.01))
 

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.app.guard import ApiKeys
 from router.decide.workers import ServedModel, WorkerSpec
+from router.host_names import HostNames
 from router.http.config import HttpLimits
 from router.http.request import HttpRequest
 from router.picker.certificate import make_self_signed_certificate
@@ -104,7 +105,7 @@ async def picker(
     picking = Picker(
         edge.proxy,
         config or PickerConfig(),
-        EndpointMap(edge.core.workers),
+        EndpointMap(edge.core.workers, HostNames()),
         find_tenant=ApiKeys(edge.proxy.config.api_keys).find_tenant,
         dispatch=partial(edge.dispatcher.dispatch, make_exchange=PickExchange),
     )
