@@ -130,7 +130,8 @@ def make_error_response(
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+        # Anthropic's clients repeat a 401, for three minutes in Claude Code, unless told not to.
+        headers |= {"WWW-Authenticate": "Bearer", "X-Should-Retry": "false"}
     if allow:
         headers["Allow"] = allow
     return web.Response(

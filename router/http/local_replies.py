@@ -58,7 +58,8 @@ def build_response_head(
 def list_error_headers(error: RequestError) -> Sequence[Header]:
     """Return the headers of an error: its own, or those that its status or its code always has."""
     if error.status == 401:
-        return ((b"www-authenticate", b"Bearer"),)
+        # Anthropic's clients repeat a 401, for three minutes in Claude Code, unless told not to.
+        return ((b"www-authenticate", b"Bearer"), (b"x-should-retry", b"false"))
     if error.code in ("overloaded", "no_worker") and not error.headers:
         return ((b"retry-after", b"1"),)
     return error.headers

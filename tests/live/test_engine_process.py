@@ -75,8 +75,8 @@ def test_keys_names_and_the_queue_limit(start_engine: Any) -> None:
                           "--max-queue", "2", "--max-num-seqs", "1")  # fmt: skip
     url, key = engine.url, {"Authorization": "Bearer secret"}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-        status, body, _ = get(url + "/v1/models", headers=headers)
-        assert status == 401
+        status, body, answer_headers = get(url + "/v1/models", headers=headers)
+        assert (status, answer_headers["X-Should-Retry"]) == (401, "false")
         assert json.loads(body)["error"]["code"] == "invalid_api_key"
     assert get(url + "/health")[0] == 200
     assert [card["id"] for card in json.loads(get(url + "/v1/models", headers=key)[1])["data"]] == ["a", "b"]

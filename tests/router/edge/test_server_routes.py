@@ -245,6 +245,7 @@ def test_api_keys(edge: Any, make_post: Any) -> None:
         for wrong in ([], [b"Authorization: Bearer other"], [b"Authorization: Basic first"], [b"Authorization: first"]):
             status, headers, body = parts(await edge.exchange(make_post(CHAT, headers=wrong)))
             assert (status, headers["www-authenticate"]) == (401, "bearer")
+            assert headers["x-should-retry"] == "false"  # or Claude Code repeats it for three minutes
             assert json.loads(body)["error"]["code"] == "invalid_api_key"
         for right in (b"first", b"second"):
             answer = await edge.exchange(make_post(CHAT, headers=[b"authorization: bearer " + right]))
