@@ -49,7 +49,7 @@ class ProcessConfig:
         "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
         "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
         "roles. kv=nixl, kv=mooncake, kv=p2p (vLLM) or kv=sglang says how it moves KV, and bootstrap=HOST:PORT is "
-        "where others meet it (docs/concepts/moving-kv.md). cache_tokens=N and max_num_seqs=N are the size of its "
+        "where others meet it (docs/concepts/prefill-decode.md). cache_tokens=N and max_num_seqs=N are the size of its "
         "cache and its largest batch, where it does not report them. prefill_order=shortest means that it computes the "
         "shortest prompt first (our engine reports this). reannounce=1 means that clients ask it for "
         "kv_cache_report_mode=full, so that a repeated store is not a second copy. "

@@ -1,6 +1,6 @@
 """The words by which a router tells engines to move KV: for each dialect, the fields that a request gets.
 
-All facts were seen with vLLM 0.32 or read in the sources of SGLang (docs/concepts/moving-kv.md). Pure.
+All facts were seen with vLLM 0.32 or read in the sources of SGLang (docs/concepts/prefill-decode.md). Pure.
 """
 
 from __future__ import annotations

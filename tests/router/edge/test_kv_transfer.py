@@ -263,7 +263,9 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
         (request,) = worker.received
         source = json.loads(request.body)["kv_transfer_params"]["remote_kv_source"]
         assert (source["remote_host"], source["remote_port"], source["cached_tokens"]) == ("::1", 7001, 128)
-        text = "\n".join(["kv-source", source["kv_request_id"], "::1", "7001"])  # as docs/concepts/moving-kv.md says
+        text = "\n".join(
+            ["kv-source", source["kv_request_id"], "::1", "7001"]
+        )  # as docs/adr/0020-kv-moves-by-pulls.md says
         assert source["signature"] == hmac.new(FLEET_KEY, text.encode(), "sha256").hexdigest()
         assert request.body.endswith(raw[1:])
         assert outcomes(edge) == {"started": 1}
