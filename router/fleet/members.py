@@ -47,6 +47,8 @@ TRAFFIC_ONLY_RECOVERY = frozenset(
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 """Longest pause of `run_forever`; the pause doubles from RESTART_S on."""
+GOOD_WORK_S = 10.0
+"""Time after which the end of some work is no reason for a long pause: balancers cut each watch after 20 s or more."""
 DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
 """Shortest time between two searches for unknown models: the longer of a fixed one and one for each worker."""
 DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
@@ -373,7 +375,9 @@ class Fleet:
                     log.info("worker %s left %s", worker_id, origin)
                     self.remove(worker_id)
         for flag in flags:
-            self.watch(flag, origin=origin)
+            listed = self._members.get(flag.worker_id)
+            if listed is None or origin not in listed.origins or listed.flag != flag:
+                self.watch(flag, origin=origin)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` as a background task until `close`. If it raises, the error is logged."""
@@ -687,7 +691,7 @@ async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, _Result]) 
 async def run_forever(work: Callable[[], Coroutine[Any, Any, None]], report_error: Callable[[Exception], None]) -> None:
     """Call `work` again and again, with a pause after each time it ends or raises an error, which is reported.
 
-    The pause doubles, unless the work went well for RESTART_S_MAX.
+    The pause doubles, unless the work went well for GOOD_WORK_S.
     """
     pause_s = 0.0
     while True:
@@ -696,7 +700,7 @@ async def run_forever(work: Callable[[], Coroutine[Any, Any, None]], report_erro
             await work()
         except Exception as error:  # noqa: BLE001  a boundary
             report_error(error)
-        if time.monotonic() - started_s > RESTART_S_MAX:
+        if time.monotonic() - started_s > GOOD_WORK_S:
             pause_s = 0.0
         pause_s = _next_pause(pause_s, RESTART_S, RESTART_S_MAX)
         await asyncio.sleep(pause_s)

@@ -31,7 +31,7 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
-from router.fleet import worker_lists
+from router.fleet import members, worker_lists
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.fact_queue import EngineRestarted
@@ -46,6 +46,7 @@ from router.fleet.members import (
     _Member,
     _next_pause,
     compute_max_blocks,
+    run_forever,
 )
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
@@ -974,6 +975,47 @@ def test_a_worker_that_is_removed_while_it_is_asked_is_counted_no_more() -> None
             fleet.remove(name)
             await asking
             assert not fleet.failed_checks
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_work_that_goes_well_for_a_while_is_soon_begun_again(monkeypatch: Any) -> None:
+    """A balancer that cut each watch of Kubernetes after 20 s let the router see new pods a minute late."""
+    pauses: list[float] = []
+    now_s = 0.0
+
+    async def work() -> None:
+        nonlocal now_s
+        now_s += 20.0 if len(pauses) > 9 else 0.0
+        raise FetchError("cut off")
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 20:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(members.asyncio, "sleep", sleep)
+    monkeypatch.setattr(members.time, "monotonic", lambda: now_s)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run_forever(work, lambda _: None))
+    assert pauses[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert pauses[10:] == [1.0] * 10
+
+
+def test_a_change_of_a_list_hastens_no_probe_of_its_other_workers() -> None:
+    """Pods that come and go changed a list many times a second, and each change asked all workers that are down."""
+
+    async def run() -> None:
+        prober = RecordingProber()
+        fleet = fleet_of(prober, RARELY)
+        listed: dict[str, bool] = {}
+        for number in range(3):
+            listed[f"10.0.0.{number}:1"] = True
+            fleet._apply_endpoints("vllm", listed)
+            assert await prober.workers.get() == f"10.0.0.{number}:1"
+            await asyncio.sleep(0.1)  # it waits now
+        assert prober.workers.empty()
+        await fleet.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
