@@ -27,6 +27,11 @@ _WORD_SAMPLE_TEXTS: Final = (
     "\x00\x01\x1f\x7f \x0b\x0c end", "aAbBcC HTTPServer iOS XMLHttpRequest2", "a" * 70 + " " * 20 + "-" * 20 + "\n" * 9,
     "@user $5.00 <tag/> ~tilde `code` \\ | ^ & * _under_ +plus= \"quoted\"", "!" + "".join(map(chr, range(32, 127))),
 )  # fmt: skip
+_EVERY_BYTE_TEXT: Final = "".join(
+    map(chr, (*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000), 0x10000,
+              *range(0x40000, 0x110000, 0x40000)))
+)  # fmt: skip
+"""A character for every byte that UTF-8 has. fastokens raises an error for a byte that the vocabulary lacks."""
 _TOKEN_SAMPLES_MAX: Final = 64
 """Added tokens that are compared."""
 
@@ -55,16 +60,17 @@ def build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | str:
         return "fastokens writes ids in little-endian order"
     if getattr(hf_tokenizer.model, "dropout", None):
         return "its model drops merges at random"
+    samples = (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, _EVERY_BYTE_TEXT, *_make_token_samples(hf_tokenizer))
     try:
         fast_tokenizer = FastTokenizer.from_json_str(hf_tokenizer.to_str())
+        for text in samples:
+            for add_special_tokens in (False, True):
+                fast_ids = encode_fast(fast_tokenizer, text, add_special_tokens=add_special_tokens)
+                library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
+                if list(memoryview(fast_ids).cast("I")) != library_ids:
+                    return f"fastokens gives a sample text other ids ({text[:40]!r})"
     except ValueError as error:
         return str(error)
-    for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *_make_token_samples(hf_tokenizer)):
-        for add_special_tokens in (False, True):
-            fast_ids = encode_fast(fast_tokenizer, text, add_special_tokens=add_special_tokens)
-            library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
-            if list(memoryview(fast_ids).cast("I")) != library_ids:
-                return f"fastokens gives a sample text other ids ({text[:40]!r})"
     return fast_tokenizer
 
 

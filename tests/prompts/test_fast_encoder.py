@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from prompts.fast_encoder import build_fast_tokenizer, encode_fast
+from prompts.fast_encoder import _WORD_SAMPLE_TEXTS, SAMPLE_TEXTS, build_fast_tokenizer, encode_fast
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _O200K_CAPS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -147,6 +147,17 @@ def test_threads_share_an_encoder() -> None:
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(UnicodeEncodeError):
         encode_fast(make_encoder("qwen"), "fox \ud800", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "corpus", [("the cat",), (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS)], ids=["few bytes", "many bytes"]
+)
+def test_a_tokenizer_without_a_token_of_every_byte_is_left_to_the_library(corpus: tuple[str, ...]) -> None:
+    """As trained without an initial alphabet. The library leaves such bytes out, and fastokens raises an error."""
+    hf_tokenizer = Tokenizer(models.BPE())
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf_tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(show_progress=False))
+    assert "has no token in vocabulary" in str(build_fast_tokenizer(hf_tokenizer))
 
 
 def test_the_reason_is_said_where_there_is_none(
