@@ -43,8 +43,8 @@ from router.prompting.model_tokenizers import RemoteTokenizer, RemoteWorker
 
 log = logging.getLogger("router")
 
-FIRST_WORKER_WAIT_S: Final = 5.0
-"""Longest wait at the start for an answer of any configured worker."""
+FIRST_WORKER_WAIT_S: Final = 10.0
+"""Longest wait at the start for an answer of any configured worker: two timeouts of a probe."""
 OTHER_WORKERS_WAIT_S: Final = 1.0
 """Longest wait for the other workers once one has answered."""
 FAILURE_LOG_S: Final = 10.0

@@ -173,6 +173,8 @@ class Fleet:
 
         self._members: dict[str, _Member] = {}
         """Workers by id."""
+        self._unread_origins: set[str] = set()
+        """Host names and objects of Kubernetes that were not read yet."""
         self._discovery: asyncio.Task[None] | None = None
         """Task that asks all workers which models they serve."""
         self._discovered_s = -math.inf
@@ -303,8 +305,8 @@ class Fleet:
         }
 
     def has_unprobed_worker(self) -> bool:
-        """Return whether some worker's first probe has not ended yet."""
-        return any(
+        """Return whether some worker's first probe has not ended yet, or a list of workers was not read yet."""
+        return bool(self._unread_origins) or any(
             member.facts is None and not member.consecutive_failures and not member.problem
             for member in self._members.values()
         )
@@ -316,12 +318,15 @@ class Fleet:
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
-        update = partial(self._update_origin, f"dns {flag.url}")
+        origin = f"dns {flag.url}"
+        self._unread_origins.add(origin)
+        update = partial(self._update_origin, origin)
         host_names, every_s = self._prober.host_names, self._config.names_s
         self._spawn(run_forever(lambda: watch_host_name(host_names, flag, every_s, update), _report_list_error))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Add the endpoints of a Service or InferencePool, and follow changes. Unready ones get no new requests."""
+        self._unread_origins.add(str(source))
         apply_endpoints = partial(self._apply_endpoints, str(source))
         self._spawn(run_forever(lambda: watch_kubernetes(source, apply_endpoints), _report_list_error))
 
@@ -367,6 +372,7 @@ class Fleet:
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
+        self._unread_origins.discard(origin)
         listed_ids = {flag.worker_id for flag in flags}
         for worker_id, member in list(self._members.items()):
             if origin in member.origins and worker_id not in listed_ids:

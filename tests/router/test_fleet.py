@@ -979,6 +979,37 @@ def test_a_worker_that_is_removed_while_it_is_asked_is_counted_no_more() -> None
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_list_that_was_not_read_yet_may_have_workers(monkeypatch: Any) -> None:
+    """The router let clients in before it had looked, and answered their first requests with 503."""
+
+    async def run() -> None:
+        listed = asyncio.Event()
+
+        async def watch(*arguments: Any) -> None:
+            await listed.wait()
+            arguments[-1]({} if isinstance(arguments[0], KubernetesSource) else [])
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(members, "watch_kubernetes", watch)
+        monkeypatch.setattr(members, "watch_host_name", watch)
+        for follow in (
+            lambda fleet: fleet.follow_kubernetes(KubernetesSource.parse("vllm")),
+            lambda fleet: fleet.follow_name(parse_worker_flag("http://engines:8000")),
+        ):
+            listed.clear()
+            fleet = fleet_of(RecordingProber(), RARELY)
+            assert not fleet.has_unprobed_worker()
+            follow(fleet)
+            await asyncio.sleep(0.01)
+            assert fleet.has_unprobed_worker()
+            listed.set()
+            await asyncio.sleep(0.01)
+            assert not fleet.has_unprobed_worker()
+            await fleet.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_work_that_goes_well_for_a_while_is_soon_begun_again(monkeypatch: Any) -> None:
     """A balancer that cut each watch of Kubernetes after 20 s let the router see new pods a minute late."""
     pauses: list[float] = []
