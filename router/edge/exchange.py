@@ -322,11 +322,7 @@ class Exchange:
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
             self._start_attempt(decision)
             return True
-        if failure_kind is not None and self._try_other_worker(failure_kind, head):
-            return True
-        if self._prefill is not None and 400 <= head.status < 500:
-            self._prefill.is_decode_sent = False  # the worker refused the request before it fetched the KV
-        return False
+        return failure_kind is not None and self._try_other_worker(failure_kind, head)
 
     def _retry_without_prefill(self) -> bool:
         """Have the chosen worker compute the prompt itself, as it could not fetch the KV; return False if it cannot."""

@@ -640,23 +640,30 @@ def test_a_failed_fetch_is_computed_by_the_only_worker_that_decodes(edge: Any, m
     edge.run(scenario())
 
 
-def test_a_refused_decode_gives_the_kv_back(edge: Any, make_post: Any) -> None:
-    """The prefill's body is valid, as it lacks the field for which the decode is refused."""
+def test_after_a_refused_decode_no_other_one_fetches_the_kv(edge: Any, make_post: Any) -> None:
+    """The prefill's body is valid, as it lacks the field for which the decode is refused.
+
+    vLLM frees the KV of a decode that it refuses. Mooncake's prefill worker would wait minutes for freed KV.
+    """
 
     async def scenario() -> None:
         nixl = NixlWorkers(edge.now)
 
         async def decode(request: Any, reader: Any, writer: Any) -> None:
             if b"min_tokens" in request.body:
+                nixl.lease_ends.clear()
                 await refuse_fetches(nixl, b"400 Bad Request", request, reader, writer)
             else:
                 await nixl.decode(request, reader, writer)
 
         await split_pair(edge, p=nixl.prefill, d=decode)
+        further_decodes: list[Any] = []
+        edge.pool.send_unanswered = lambda *request: further_decodes.append(request)
         answer = await edge.exchange(make_post(json.dumps(PROMPT | {"min_tokens": 99}).encode(), b"/v1/completions"))
         assert answer.startswith(b"HTTP/1.1 400")
         await edge.until(lambda: not nixl.pinned)
         assert nixl.faults == []
+        assert further_decodes == []
 
     edge.run(scenario())
 
