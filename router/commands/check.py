@@ -30,6 +30,7 @@ from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
+from router.edge.rewrite import RANK_HEADER
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
 from router.fleet.worker_flag import WorkerFlag
 from router.http_client import FetchError, fetch, make_key_headers, open_session
@@ -387,6 +388,8 @@ class WorkerCheck:
     async def _post(self, path: str, body: bytes) -> dict[str, Any]:
         """Send a POST; return the JSON answer, or {"error": reason}."""
         headers = {**self._headers, "Content-Type": "application/json"}
+        if len(self._facts.sources) > 1:  # data-parallel ranks, each with a cache of its own
+            headers[RANK_HEADER] = str(self._facts.sources[0].data_parallel_rank)
         try:
             status, answer = await fetch(
                 self._session, self._flag.url + path, method="POST", headers=headers, data=body,

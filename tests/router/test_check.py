@@ -48,15 +48,18 @@ class Worker:
         self.cached_keys: set[tuple[str, tuple[int, ...]]] = set()
         self.port = free_port()
         self.publishers = [self._publisher()]
+        self.rank_count = 2 if fault == "ranks" else 1
+        self.publishers += [self._publisher(rank) for rank in range(1, self.rank_count)]
+        self.request_count = 0
 
-    def _publisher(self) -> EventPublisher:
+    def _publisher(self, rank: int = 0) -> EventPublisher:
         endpoint = f"tcp://127.0.0.1:{self.port}" if self.fault == "connects" else "tcp://*:*"
         replay = None if self.fault == "no replay" else "tcp://127.0.0.1:*"
         config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay, topic="kv@a")
-        return EventPublisher(config, dp_rank=1 if self.fault == "rank" else 0)
+        return EventPublisher(config, dp_rank=1 if self.fault == "rank" else rank)
 
-    def source(self) -> EventSource:
-        source = self.publishers[0].describe_source()
+    def source(self, rank: int) -> EventSource:
+        source = self.publishers[rank].describe_source()
         endpoint = source.endpoint.replace("*", "127.0.0.1")
         replay = source.replay_endpoint
         if self.fault == "wrong address":
@@ -71,6 +74,7 @@ class Worker:
             replay_endpoint=replay,
             topic="kv@b" if self.fault == "topic" else "kv@a",
             block_size=32 if self.fault == "block size" else BLOCK,
+            data_parallel_rank=rank,
         )
 
     async def models(self, request: web.Request) -> web.Response:
@@ -89,7 +93,8 @@ class Worker:
     async def sources(self, request: web.Request) -> web.Response:
         if self.fault == "events off":
             raise web.HTTPNotFound
-        return web.Response(body=encode_sources([self.source()]), content_type="application/json")
+        sources = [self.source(rank) for rank in range(self.rank_count)]
+        return web.Response(body=encode_sources(sources), content_type="application/json")
 
     async def tokenize(self, request: web.Request) -> web.Response:
         if self.fault == "no ids":
@@ -104,7 +109,9 @@ class Worker:
         body = await request.json()
         ids, salt, adapter = body["prompt"], body.get("cache_salt"), body["model"] != "m"
         name = "tuned" if adapter and self.fault != "LoRA" else None
-        world = f"{None if self.fault == 'salt' else salt} {name}"
+        rank = int(request.headers.get("X-data-parallel-rank", self.request_count % self.rank_count))
+        self.request_count += 1
+        world = f"{None if self.fault == 'salt' else salt} {name} {rank}"
         keys = [tuple(ids[: end + BLOCK]) for end in range(0, len(ids) - BLOCK + 1, BLOCK)]
         cached_tokens = sum((world, key) in self.cached_keys for key in keys if len(key) < len(ids)) * BLOCK
         fresh = [key for key in keys if (world, key) not in self.cached_keys]
@@ -112,7 +119,7 @@ class Worker:
             self.cached_keys.update((world, key) for key in keys)
             tokens = ids[: len(keys) * BLOCK]
             names = hash_blocks(None, tokens, BLOCK, (world,))
-            self.publishers[0].publish([BlockStored(names, None, tokens, BLOCK, lora_name=name)])
+            self.publishers[rank].publish([BlockStored(names, None, tokens, BLOCK, lora_name=name)])
         details = None if self.fault == "reports" else {"cached_tokens": cached_tokens}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": details}
         return web.json_response({"choices": [{"text": "x"}], "usage": usage})
@@ -206,10 +213,12 @@ def test_what_was_planted_is_named(checkpoint: Path, fault: str, monkeypatch: py
     assert other_failures <= expected_failures.get(fault, set()), findings_by_step
 
 
-def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
-    findings_by_step = run_checks(checkpoint, "adapters")
+@pytest.mark.parametrize("kind", ["adapters", "ranks"])
+def test_a_sound_worker_has_no_problem(checkpoint: Path, kind: str) -> None:
+    findings_by_step = run_checks(checkpoint, kind)
     assert [finding for finding in findings_by_step.values() if finding.is_ok is not True] == []
-    assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= findings_by_step.keys()
+    steps = {"address", "tokenizer", "template", "events", "cached", "salt", "replay"}
+    assert steps | ({"LoRA"} if kind == "adapters" else set()) <= findings_by_step.keys()
     assert "64 tokens predicted" in findings_by_step["cached"].text
     assert "64 reported" in findings_by_step["cached"].text
 
