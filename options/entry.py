@@ -52,6 +52,7 @@ def run_program(program: str, module_name: str, packages: tuple[str, ...], distr
     if os.getpid() == 1:
         # The first process of a container gets no signal that it does not handle.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    _open_standard_files()
     try:
         _run_main(program, module_name, packages, distribution)
     except KeyboardInterrupt:
@@ -60,6 +61,14 @@ def run_program(program: str, module_name: str, packages: tuple[str, ...], distr
         if error.errno != errno.ENOSPC:
             raise
         sys.exit(f"{program}: {error}")
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that is closed: libuv aborts if a socket has its number."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
 
 
 def _run_main(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
+from collections.abc import Sequence
 
 from options.values import ConfigError
+
+log = logging.getLogger("tls")
 
 
 def make_server_context(
@@ -13,18 +18,53 @@ def make_server_context(
     """Make the TLS context of a listening address from files; None without a certificate. Raises ConfigError.
 
     `client_ca_path`: certificates of authorities (mutual TLS): clients need a certificate that one of them has signed.
+    A handshake reads files anew that have changed, such as a renewed certificate. Until they are valid, the old count.
     """
     _check_pair(certificate_path, key_path, "--tls")
-    if certificate_path is None:
+    if certificate_path is None or key_path is None:
         if client_ca_path is not None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
         return None
+    paths = [path for path in (certificate_path, key_path, client_ca_path) if path is not None]
+    versions = _read_versions(paths)
+    context = newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
+
+    def use_newest_files(connection: ssl.SSLObject, server_name: str | None, _: ssl.SSLContext) -> None:
+        """Have a connection use the files as they are now. OpenSSL calls this at each `ClientHello`."""
+        nonlocal versions, newest_context
+        if (current_versions := _read_versions(paths)) != versions:
+            versions = current_versions
+            try:
+                newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
+                log.info("%s was read anew", ", ".join(paths))
+            except ConfigError as error:
+                log.error("the last certificate stays in use: %s", error)
+        connection.context = newest_context
+
+    context.sni_callback = use_newest_files
+    return context
+
+
+def _load_server_context(certificate_path: str, key_path: str, client_ca_path: str | None) -> ssl.SSLContext:
+    """Make a TLS context from the files as they are now. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_certificate(context, certificate_path, key_path, "--tls")
     if client_ca_path is not None:
         _trust_authorities(context, client_ca_path, "--tls-client-ca")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _read_versions(paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return what changes when files are written or replaced, also by a symbolic link; 0 for those that are missing."""
+    versions = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            versions.append((status.st_mtime_ns, status.st_ino))
+        except OSError:
+            versions.append((0, 0))
+    return versions
 
 
 def make_client_context(

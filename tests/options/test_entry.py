@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,18 @@ def test_ctrl_c_and_a_full_disk_end_a_program_without_a_traceback(
     with pytest.raises(SystemExit) as caught:
         run_program("stand_in", "stand_in", ("options",))
     assert str(caught.value.code).startswith(str(status))
+
+
+def test_no_socket_takes_the_number_of_a_closed_standard_file(tmp_path: Path) -> None:
+    """uvloop aborted the process when it closed such a socket."""
+    (tmp_path / "stand_in.py").write_text("import os\ndef main(_): os.write(2, b'%d' % os.open(os.devnull, 0))\n")
+    code = "from options.entry import run_program; run_program('stand_in', 'stand_in', ('options',))"
+    for closed in ("<&-", ">&-", "<&- >&-"):
+        completed = subprocess.run(
+            ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], stderr=subprocess.PIPE, check=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))},
+        )  # fmt: skip
+        assert int(completed.stderr) > 2, closed
 
 
 def test_the_first_process_of_a_container_ends_at_sigterm_before_its_own_handlers_are_set(
