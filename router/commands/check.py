@@ -378,7 +378,11 @@ class WorkerCheck:
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
         if not isinstance(usage, dict):
-            return CompletionResult(Finding(step, False, f"/v1/completions says {_format_error(answer)}"), None)
+            error = _format_error(answer)
+            if error.startswith("404"):
+                text = "there is no /v1/completions, as with models for embeddings: all is routed by load"
+                return CompletionResult(Finding(step, None, text), None)
+            return CompletionResult(Finding(step, False, f"/v1/completions says {error}"), None)
         sent_tokens, counted_tokens = len(fields["prompt"]), usage.get("prompt_tokens")
         finding = Finding(step, True, f"answered, {counted_tokens} prompt tokens")
         if counted_tokens != sent_tokens:

@@ -106,6 +106,8 @@ class Worker:
         return web.json_response({"tokens": [*ids, 7] if self.fault == "tokenizer" else ids})
 
     async def complete(self, request: web.Request) -> web.Response:
+        if self.fault == "embeddings alone":
+            return web.json_response({"detail": "Not Found"}, status=404)
         body = await request.json()
         ids, salt, adapter = body["prompt"], body.get("cache_salt"), body["model"] != "m"
         name = "tuned" if adapter and self.fault != "LoRA" else None
@@ -228,6 +230,11 @@ def test_an_odd_answer_is_a_finding(checkpoint: Path, fault: str) -> None:
     findings_by_step = run_checks(checkpoint, fault)
     assert findings_by_step["tokenizer"].is_ok is None, findings_by_step
     assert findings_by_step["request"].is_ok
+
+
+def test_a_worker_that_generates_nothing_has_no_problem(checkpoint: Path) -> None:
+    finding = run_checks(checkpoint, "embeddings alone")["request"]
+    assert (finding.is_ok, "routed by load" in finding.text) == (None, True)
 
 
 def test_a_tokenizer_that_fails_is_a_finding(checkpoint: Path, tmp_path: Path) -> None:
