@@ -1,46 +1,30 @@
 """Read a body that continues a cached conversation: only its part after the boundary that both share. No I/O.
 
 A boundary is a place between two messages. The prompt is the cached token ids before it, and those of the text that is
-rendered for the messages after it.
+rendered for the messages after it. For example, a body with messages 1 to 5 was read whole, and its boundary is before
+message 5. If the next body has messages 1 to 7, only 5, 6 and 7 are rendered and encoded, and the boundary moves to
+before message 7.
 """
 
 from __future__ import annotations
 
-import secrets
 from array import array
-from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from prompts.anthropic import MessagesRequest, convert_turns, depends_on_template
-from prompts.chat_template import ChatTemplate
-from prompts.errors import RequestError
-from prompts.routing import (
-    ApiKind,
-    RoutingRequest,
-    convert_source_to_chat,
-    has_media,
-    parse_body,
-    raw_fields_decoder,
-)
+from prompts.routing import RoutingRequest, raw_fields_decoder
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
+from router.prompting.body_tail import BodyTail, digest_inputs, is_text_prompt, locate_messages, parse_tail
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
-from router.prompting.conversation_cache import (
-    BODY_BYTES_MAX,
-    BODY_BYTES_MIN,
-    BOUNDARIES_MAX,
-    Boundary,
-    CachedConversation,
-)
-from router.prompting.encode import RenderedPrompt, has_more_objects
+from router.prompting.conversation_cache import BOUNDARIES_MAX, Boundary, CachedConversation
+from router.prompting.encode import RenderedPrompt
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS, is_system_message
 
-TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
-"""Largest part of a body that is read after a boundary, so that other requests do not wait."""
 GROWTH_BYTES_MIN = 1024
 """A cached conversation is replaced by one that is longer by this number of bytes, or by a 32nd."""
 TRAILING_MESSAGES = 3
@@ -51,58 +35,6 @@ _START = Boundary(
     body_end=0, message_count=0, token_count=0, prefix=NO_PLACEHOLDERS, starts_turn=False, trailing_count=0,
 )  # fmt: skip
 """The start of a conversation."""
-_SEARCHED_BYTES = 256
-"""Bytes of an array by which it is found in its body."""
-_SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
-"""Message in a body in place of all messages before a boundary."""
-_SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
-
-_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
-
-
-class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
-    """The JSON array of messages in a request body: its offset and its bytes."""
-
-    start: int
-    """Offset of the opening bracket in the body."""
-    json: bytes
-
-    @property
-    def end(self) -> int:
-        """Offset of the closing bracket."""
-        return self.start + len(self.json) - 1
-
-    def find_message_ends(self) -> list[int]:
-        """Return the offsets in the body at which the messages end."""
-        ends: list[int] = []
-        position = 1  # after the opening bracket
-        for message_json in _items_decoder.decode(self.json):
-            while self.json[position] in b" \t\r\n,":
-                position += 1
-            position += len(memoryview(message_json))
-            ends.append(self.start + position)
-        return ends
-
-
-class _BodyTail(msgspec.Struct, frozen=True, eq=False):
-    """The new messages of a request body, and its other fields.
-
-    The body is equal to a cached body up to a boundary between two messages. Messages before it are not read again.
-    """
-
-    request: RoutingRequest
-    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
-    inputs: TemplateInputs
-    """The template's inputs besides `messages`, such as tools and options."""
-    messages: list[Message]
-    """Messages of the chat after the boundary."""
-    messages_array: _MessagesArray
-    """The body's array of messages, whose first item stands for all messages before the boundary."""
-
-    def find_message_ends(self) -> list[int]:
-        """Return the offsets in the body at which the messages after the boundary end."""
-        return self.messages_array.find_message_ends()[1:]
 
 
 class _Cut(NamedTuple):
@@ -135,7 +67,7 @@ class Continuation(msgspec.Struct, eq=False):
     conversation: CachedConversation
     boundary: Boundary
     """Place between two messages up to which the request and the conversation are equal."""
-    tail: _BodyTail
+    tail: BodyTail
     """The messages after the boundary."""
     token_ids: array[int]
     """Token ids of the whole prompt."""
@@ -154,11 +86,6 @@ class Continuation(msgspec.Struct, eq=False):
         return _extend_outline(self.conversation.outline, self.boundary, self.tail.messages)
 
 
-def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
-    """Return whether the conversation of a body of this size may be cached."""
-    return kind in ("chat", "messages") and BODY_BYTES_MIN <= body_bytes <= BODY_BYTES_MAX
-
-
 # A body that was read whole -------------------------------------------------------------------------------------------
 
 
@@ -171,19 +98,13 @@ def cache_conversation(
     ids depend on more than the prompt's text, or if the text cannot be cut between two messages.
     """
     chat, prompt_ids = prompt.chat, prompt.token_ids
-    if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
+    if chat is None or prompt_ids is None or not chat.messages or not is_text_prompt(request, chat):
         return None
-    messages_array = _locate_messages(body, raw_fields_decoder.decode(body))
+    messages_array = locate_messages(body, raw_fields_decoder.decode(body))
     if messages_array is None:
         return None
-
-    messages = chat.messages
-    has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
-    system_message_count = 1 if has_system_field and is_system_message(messages[0]) else 0
-    inputs_digest = _digest_inputs(renderer.template, chat, system_message_count)
-    inputs = TemplateInputs(chat, inputs_digest, messages[0])
-
-    rendered = RenderedMessages(renderer, NO_PLACEHOLDERS, inputs, messages, prompt.text)
+    inputs = _read_inputs(request, chat, chat.messages, renderer)
+    rendered = RenderedMessages(renderer, NO_PLACEHOLDERS, inputs, chat.messages, prompt.text)
     token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
@@ -192,8 +113,8 @@ def cache_conversation(
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
-        inputs_digest=inputs_digest,
-        first_message=messages[0],
+        inputs_digest=inputs.digest,
+        first_message=inputs.first_message,
         outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=token_ids,
@@ -203,13 +124,25 @@ def cache_conversation(
     )
 
 
+def _read_inputs(
+    request: RoutingRequest, chat: RoutingRequest, messages: list[Message], renderer: BoundaryRenderer
+) -> TemplateInputs:
+    """Return what a chat template gets besides the messages of a body.
+
+    `chat`: the request as a chat, with `messages`. The first of them is the `system` field of an Anthropic request.
+    """
+    has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
+    system_message_count = 1 if has_system_field and is_system_message(messages[0]) else 0
+    return TemplateInputs(chat, digest_inputs(renderer.template, chat, system_message_count), messages[0])
+
+
 def _make_first_boundaries(
     request: RoutingRequest, message_ends: list[int], rendered: RenderedMessages, token_ids: array[int]
 ) -> list[Boundary]:
     """Return the boundaries of a body that was read whole: places after a message at which the next turn may continue.
 
     `message_ends`: offsets in the body at which its messages end. `rendered`: all messages with the text of the prompt,
-    whose ids are `token_ids`. The boundaries are in ascending order.
+    whose ids are `token_ids`. The boundaries are in ascending order: each cuts the messages that the previous one left.
     """
     system_count = sum(1 for _ in takewhile(is_system_message, rendered.messages))
     message_count_min = max(system_count + 1, MESSAGES_MIN)
@@ -220,9 +153,9 @@ def _make_first_boundaries(
         cut = _cut_before_last(request, message_ends, rendered, trailing_count, count_min=count_min)
         if cut is None:
             continue
-        tail_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
-        token_count = len(token_ids) - len(tail_ids)
-        if token_ids[token_count:] == tail_ids:  # the ids can be cut at the same place as the text
+        later_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
+        token_count = len(token_ids) - len(later_ids)
+        if token_ids[token_count:] == later_ids:  # the ids can be cut at the same place as the text
             last_boundary = cut.make_boundary(last_boundary, token_count)
             boundaries.append(last_boundary)
             rendered = cut.after
@@ -270,6 +203,9 @@ def _cut_before_last(
     return _Cut(rendered, after, body_end=message_ends[-trailing_count - 1], trailing_count=trailing_count)
 
 
+# A body that continues a cached conversation --------------------------------------------------------------------------
+
+
 def continue_conversation(
     conversation: CachedConversation,
     boundary: Boundary,
@@ -284,11 +220,8 @@ def continue_conversation(
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
     `differs_before_next`: whether the body is known to differ from the cached one before the latter's next boundary.
     """
-    template = renderer.template
-    tail = _parse_new_chat_messages(conversation, boundary, body, template)
+    tail = parse_tail(conversation, boundary, body, renderer.template)
     if tail is None:
-        tail = _parse_without_cached_messages(conversation, boundary, body, template)
-    if tail is None or tail.inputs.digest != conversation.inputs_digest:
         return None
     if conversation.kind == "messages" and not tail.messages:
         return None  # the assistant's last message would be continued, which the cached ids do not allow
@@ -303,37 +236,8 @@ def continue_conversation(
     return _append_new_tokens(conversation, boundary, tail, rendered, cut=cut, body=body)
 
 
-def _append_new_tokens(
-    conversation: CachedConversation,
-    boundary: Boundary,
-    tail: _BodyTail,
-    rendered: RenderedMessages,
-    *,
-    cut: _Cut | None,
-    body: bytes,
-) -> Continuation:
-    """Append the token ids of new messages to the cached ids before `boundary`; make the cache entry for the next turn.
-
-    `tail`: the new messages. `rendered`: their text. `cut`: place among them at which the next turn can continue; texts
-    before and after it are encoded separately, to count the tokens before it. Without a cut there is no cache entry.
-    """
-    tokenizer = rendered.renderer.tokenizer
-    text_after_cut = "" if cut is None else cut.after.text
-    new_ids = tokenizer.encode_array(rendered.text.removesuffix(text_after_cut), add_special_tokens=False)
-    next_token_count = boundary.token_count + len(new_ids)
-    if text_after_cut:
-        new_ids += tokenizer.encode_array(text_after_cut, add_special_tokens=False)
-    token_ids = conversation.token_ids[: boundary.token_count + len(new_ids)]
-    token_ids[boundary.token_count :] = new_ids
-    continuation = Continuation(conversation, boundary, tail, token_ids)
-    if cut is not None:
-        next_boundary = cut.make_boundary(boundary, next_token_count)
-        continuation.successor = _make_successor(continuation, next_boundary, body)
-    return continuation
-
-
 def _cut_tail(
-    tail: _BodyTail, rendered: RenderedMessages, boundary: Boundary, *, changes_last_messages: bool
+    tail: BodyTail, rendered: RenderedMessages, boundary: Boundary, *, changes_last_messages: bool
 ) -> _Cut | None:
     """Cut the messages after a boundary where the next turn may continue them; None if they cannot be cut there.
 
@@ -346,11 +250,37 @@ def _cut_tail(
     return _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
 
 
+def _append_new_tokens(
+    conversation: CachedConversation,
+    boundary: Boundary,
+    tail: BodyTail,
+    rendered: RenderedMessages,
+    *,
+    cut: _Cut | None,
+    body: bytes,
+) -> Continuation:
+    """Append the token ids of new messages to the cached ids before `boundary`.
+
+    `tail`: the new messages. `rendered`: their text. `cut`: place among them at which the next turn of the conversation
+    can continue; with it, the result also has the cache entry for that turn.
+    """
+    tokenizer = rendered.renderer.tokenizer
+    text_after_cut = "" if cut is None else cut.after.text
+    token_ids = conversation.token_ids[: boundary.token_count]
+    token_ids += tokenizer.encode_array(rendered.text.removesuffix(text_after_cut), add_special_tokens=False)
+    continuation = Continuation(conversation, boundary, tail, token_ids)
+    if cut is not None:
+        next_boundary = cut.make_boundary(boundary, token_count=len(token_ids))
+        token_ids += tokenizer.encode_array(text_after_cut, add_special_tokens=False)
+        continuation.successor = _make_successor(continuation, next_boundary, body)
+    return continuation
+
+
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
     """Make the cache entry of a request that continues a cached conversation, for the turn after it.
 
-    A boundary is a place between two messages at which a later request can continue. The new entry has those of the
-    cached conversation up to the one at which this request continued, and then `next_boundary`.
+    The new entry has the boundaries of the cached conversation up to the one at which this request continued, and then
+    `next_boundary`.
     """
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
@@ -385,109 +315,3 @@ def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: l
         return None
     cached_fingerprints = outline.messages[: FINGERPRINT_BYTES * boundary.message_count]
     return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
-
-
-def _digest_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
-    """Digest all inputs of a template besides a body's array of messages; system messages may be outside that array."""
-    inputs = (
-        chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
-        template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
-    )  # fmt: skip
-    return blake2b(msgspec.json.encode(inputs), digest_size=16).digest()
-
-
-def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
-    """Return whether a chat's prompt is exactly the encoded text of its template, for every template that may come."""
-    if chat.chat_template is not None or chat.scores_prompt or chat.has_media or chat.kind != "chat":
-        return False
-    return not (chat.continue_final_message or chat.add_special_tokens or depends_on_template(request.source))
-
-
-# Bodies ---------------------------------------------------------------------------------------------------------------
-
-
-def _parse_new_chat_messages(
-    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
-) -> _BodyTail | None:
-    """Parse only the new messages of a chat, those after a boundary: its other fields are equal to the cached body's.
-
-    This saves parsing the tools: a third of the time of a turn with 34 KB of them. Return None if the body is no chat,
-    if its other fields are not equal, or if its messages cannot be read here.
-    """
-    chat = conversation.chat
-    if chat is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
-        return None
-    start, end = boundary.body_end, len(body) - len(conversation.end_json)
-    if not start <= end <= start + TAIL_BYTES_MAX or not body.endswith(conversation.end_json):
-        return None
-    # The new messages begin with a comma. An empty object before it completes the array.
-    array_start = b"[{}"
-    array_json = b"%b%b]" % (array_start, body[start:end])
-    if has_more_objects(array_json, TAIL_BRACKETS_MAX):
-        return None
-    try:
-        messages = _messages_decoder.decode(array_json)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    if has_media(messages):
-        return None
-    return _BodyTail(
-        request=chat,
-        inputs=TemplateInputs(chat, conversation.inputs_digest, conversation.first_message),
-        messages=messages[1:],
-        messages_array=_MessagesArray(start - len(array_start), array_json),
-    )
-
-
-def _parse_without_cached_messages(
-    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
-) -> _BodyTail | None:
-    """Parse a body without its cached messages, those before a boundary; one sentinel message stands for them.
-
-    Return None if the rest is too large or malformed, if the sentinel does not stay a message of its own, or if
-    its token ids depend on more than the text of the prompt.
-    """
-    messages_start = conversation.messages_start
-    if messages_start + len(body) - boundary.body_end > TAIL_BYTES_MAX:
-        return None
-    short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[boundary.body_end :])
-    if has_more_objects(short_body, TAIL_BRACKETS_MAX):
-        return None
-    try:
-        request, fields = parse_body(conversation.kind, short_body)
-        chat = request if request.source is None else convert_source_to_chat(request, template)
-    except RequestError:
-        return None
-    messages_array = _locate_messages(short_body, fields, messages_start)
-    messages = chat.messages or []
-    if messages_array is None or _SENTINEL_MESSAGE not in messages[:2] or not _is_supported(request, chat):
-        return None
-    # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
-    system_message_count = messages.index(_SENTINEL_MESSAGE)
-    inputs_digest = _digest_inputs(template, chat, system_message_count)
-    removed_bytes = len(body) - len(short_body)
-    return _BodyTail(
-        request=request,
-        inputs=TemplateInputs(chat, inputs_digest, conversation.first_message),
-        messages=messages[system_message_count + 1 :],
-        messages_array=_MessagesArray(messages_array.start + removed_bytes, messages_array.json),
-    )
-
-
-def _locate_messages(
-    body: bytes, fields: dict[str, msgspec.Raw], messages_start: int | None = None
-) -> _MessagesArray | None:
-    """Find the array of messages in a body; return None if there is none, or if its offset is not certain.
-
-    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the body is searched
-    for the first bytes of the array, which must be in it only once.
-    """
-    array_json = bytes(fields.get("messages", b""))
-    if messages_start is None:
-        first_bytes = array_json[:_SEARCHED_BYTES]
-        messages_start = body.find(first_bytes)
-        if body.find(first_bytes, messages_start + 1) >= 0:
-            return None
-    if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
-        return None
-    return _MessagesArray(messages_start, array_json)

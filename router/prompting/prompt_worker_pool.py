@@ -23,7 +23,7 @@ from prompts.tokenizer import ID_TYPE, Checkpoint, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
-from router.prompting.conversation_reading import is_cacheable
+from router.prompting.conversation_cache import is_cacheable
 from router.prompting.encode import build_tokenize_request, count_further_tokens, is_within_bounds, read_large_request
 from router.prompting.fields import locate_fields
 from router.prompting.media import read_media

@@ -1,0 +1,194 @@
+"""Parse only the new messages of a request body, those after a boundary up to which it equals a cached body. No I/O.
+
+A boundary is a place between two messages of a body.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from prompts.anthropic import depends_on_template
+from prompts.chat_template import ChatTemplate
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, convert_source_to_chat, has_media, parse_body
+from prompts.schemas import Message
+from router.prompting.boundary_rendering import TemplateInputs
+from router.prompting.conversation_cache import Boundary, CachedConversation
+from router.prompting.encode import has_more_objects
+
+TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
+"""Largest part of a body that is read after a boundary, so that other requests do not wait."""
+_SEARCHED_BYTES = 256
+"""Bytes of an array by which it is found in its body."""
+_SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
+"""Message in a body in place of all messages before a boundary."""
+_SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
+
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class MessagesArray(msgspec.Struct, frozen=True, eq=False):
+    """The JSON array of messages in a request body: its offset and its bytes."""
+
+    start: int
+    """Offset of the opening bracket in the body."""
+    json: bytes
+
+    @property
+    def end(self) -> int:
+        """Offset of the closing bracket."""
+        return self.start + len(self.json) - 1
+
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which the messages end."""
+        ends: list[int] = []
+        position = 1  # after the opening bracket
+        for message_json in _items_decoder.decode(self.json):
+            while self.json[position] in b" \t\r\n,":
+                position += 1
+            position += len(memoryview(message_json))
+            ends.append(self.start + position)
+        return ends
+
+
+class BodyTail(msgspec.Struct, frozen=True, eq=False):
+    """The new messages of a request body, and its other fields. Messages before the boundary are not read again."""
+
+    request: RoutingRequest
+    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
+    inputs: TemplateInputs
+    """The template's inputs besides `messages`, such as tools and options."""
+    messages: list[Message]
+    """Messages of the chat after the boundary."""
+    messages_array: MessagesArray
+    """The body's array of messages, whose first item stands for all messages before the boundary."""
+
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which the messages after the boundary end."""
+        return self.messages_array.find_message_ends()[1:]
+
+
+def parse_tail(
+    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
+) -> BodyTail | None:
+    """Parse the messages of a body after a boundary up to which it equals the body of a cached conversation.
+
+    Return None if the rest of the body is too large or malformed, or if the chat template gets other inputs than for
+    the cached conversation, such as other tools.
+    """
+    tail = _parse_new_chat_messages(conversation, boundary, body, template)
+    if tail is None:
+        tail = _parse_without_cached_messages(conversation, boundary, body, template)
+    return tail if tail is not None and tail.inputs.digest == conversation.inputs_digest else None
+
+
+def _parse_new_chat_messages(
+    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
+) -> BodyTail | None:
+    """Parse only the new messages of a chat: its other fields must be the cached body's, byte for byte.
+
+    This saves parsing the tools: a third of the time of a turn with 34 KB of them. Return None if the body is no chat,
+    if its other fields are not equal, or if its messages cannot be read here.
+    """
+    chat = conversation.chat
+    if chat is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
+        return None
+    start, end = boundary.body_end, len(body) - len(conversation.end_json)
+    if not start <= end <= start + TAIL_BYTES_MAX or not body.endswith(conversation.end_json):
+        return None
+    # The new messages begin with a comma. An empty object before it completes the array.
+    array_start = b"[{}"
+    array_json = b"%b%b]" % (array_start, body[start:end])
+    if has_more_objects(array_json, TAIL_BRACKETS_MAX):
+        return None
+    try:
+        messages = _messages_decoder.decode(array_json)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if has_media(messages):
+        return None
+    return BodyTail(
+        request=chat,
+        inputs=TemplateInputs(chat, conversation.inputs_digest, conversation.first_message),
+        messages=messages[1:],
+        messages_array=MessagesArray(start - len(array_start), array_json),
+    )
+
+
+def _parse_without_cached_messages(
+    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
+) -> BodyTail | None:
+    """Parse a body from which the messages before a boundary were cut; one sentinel message stands in their place.
+
+    For example, `{"messages": [A, B, C], "tools": T}` with a boundary after B is parsed as `{"messages": [sentinel, C],
+    "tools": T}`. Return None if that is too large or malformed, if the sentinel does not stay a message of its own, or
+    if the token ids depend on more than the text of the prompt.
+    """
+    messages_start = conversation.messages_start
+    if messages_start + len(body) - boundary.body_end > TAIL_BYTES_MAX:
+        return None
+    short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[boundary.body_end :])
+    if has_more_objects(short_body, TAIL_BRACKETS_MAX):
+        return None
+    try:
+        request, fields = parse_body(conversation.kind, short_body)
+        chat = request if request.source is None else convert_source_to_chat(request, template)
+    except RequestError:
+        return None
+    messages_array = locate_messages(short_body, fields, messages_start)
+    messages = chat.messages or []
+    if messages_array is None or _SENTINEL_MESSAGE not in messages[:2] or not is_text_prompt(request, chat):
+        return None
+    # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
+    system_message_count = messages.index(_SENTINEL_MESSAGE)
+    removed_bytes = len(body) - len(short_body)
+    inputs_digest = digest_inputs(template, chat, system_message_count)
+    return BodyTail(
+        request=request,
+        inputs=TemplateInputs(chat, inputs_digest, conversation.first_message),
+        messages=messages[system_message_count + 1 :],
+        messages_array=MessagesArray(messages_array.start + removed_bytes, messages_array.json),
+    )
+
+
+def locate_messages(
+    body: bytes, fields: dict[str, msgspec.Raw], messages_start: int | None = None
+) -> MessagesArray | None:
+    """Find the array of messages in a body; return None if there is none, or if its offset is not certain.
+
+    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the body is searched
+    for the first bytes of the array, which must be in it only once.
+    """
+    array_json = bytes(fields.get("messages", b""))
+    if messages_start is None:
+        first_bytes = array_json[:_SEARCHED_BYTES]
+        messages_start = body.find(first_bytes)
+        if body.find(first_bytes, messages_start + 1) >= 0:
+            return None
+    if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
+        return None
+    return MessagesArray(messages_start, array_json)
+
+
+def digest_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
+    """Digest all inputs of a template besides the messages in a body's array.
+
+    `system_message_count`: first messages of the chat that come from another field of the body.
+    """
+    inputs = (
+        chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
+        template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
+    )  # fmt: skip
+    return blake2b(msgspec.json.encode(inputs), digest_size=16).digest()
+
+
+def is_text_prompt(request: RoutingRequest, chat: RoutingRequest) -> bool:
+    """Return whether a chat's prompt is exactly the encoded text of its template, for every template that may come."""
+    if chat.chat_template is not None or chat.scores_prompt or chat.has_media or chat.kind != "chat":
+        return False
+    return not (chat.continue_final_message or chat.add_special_tokens or depends_on_template(request.source))
