@@ -39,19 +39,21 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
     """Return the workers in the content of a file. Raises ConfigError, which names `path` and the wrong line."""
     try:
-        lines = content.decode().splitlines()
+        lines = content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--workers-file {path}: {error}") from error
-    flags = []
+    flag_by_id: dict[str, WorkerFlag] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         try:
-            flags.append(parse_worker_flag(text))
+            flag = parse_worker_flag(text)
+            if flag_by_id.setdefault(flag.worker_id, flag) != flag:
+                raise ConfigError(f"worker {flag.worker_id} is given twice, with other settings")
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}") from error
-    return flags
+    return list(flag_by_id.values())
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:

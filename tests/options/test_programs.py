@@ -313,6 +313,16 @@ def test_a_line_of_the_workers_file_is_checked(tmp_path: Path) -> None:
     assert f"{file}:2" in run_config_check("router", "--workers-file", str(file)).output
 
 
+def test_a_line_of_the_workers_file_that_would_replace_another_worker_is_refused(tmp_path: Path) -> None:
+    """A copied line whose id was not changed took the first worker away without a word."""
+    file = tmp_path / "workers"
+    file.write_bytes(b"\xef\xbb\xbfhttp://a:1\r\nhttp://a:1\r\n")  # as an editor of Windows writes it, and harmless
+    assert run_config_check("router", "--workers-file", str(file)).exit_code == 0
+    file.write_text("url=http://a:1,id=w\nurl=http://b:1,id=w\n")
+    output = run_config_check("router", "--workers-file", str(file)).output
+    assert f"{file}:2: worker w is given twice, with other settings" in output
+
+
 def test_a_whole_section_comes_as_json() -> None:
     loaded_config = load_config(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
     assert (loaded_config.config.engine.kv_events.topic, loaded_config.config.engine.kv_events.hwm) == ("t", 5)
