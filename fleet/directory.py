@@ -94,6 +94,8 @@ class DirectoryActor:
         """Held by the thread during each pass, and by the public methods."""
         self._link_by_member: dict[str, MemberLink] = {}
         """Actors of the members, by the member's name."""
+        self._clock_offset_s = time.time() - time.monotonic()
+        """Seconds since 1970 at which the monotonic clock began, as the system's clock had it at the start."""
         self._next_start_at_s = 0.0
         """Time before which no member is started."""
         self._events: deque[TimedEvent] = deque(maxlen=MAX_EVENTS)
@@ -133,7 +135,7 @@ class DirectoryActor:
     def status(self) -> dict[str, Any]:
         """Return what `fleet status` shows of the fleet, its members and recent events, as JSON values."""
         with self._lock:
-            state, now = self._state, time.time()
+            state, now = self._state, self._now()
             members = sorted(state.member_by_name.values(), key=lambda member: (member.kind, member.slot, member.name))
             failures = (self._describe_failure(member, now) for member in members)
             return {
@@ -184,7 +186,7 @@ class DirectoryActor:
         while True:
             try:
                 with self._lock:
-                    self._run_once(time.time())
+                    self._run_once(self._now())
                     calls = [link.call for link in self._link_by_member.values() if link.call is not None]
                 if calls:
                     ray.wait(calls, num_returns=len(calls), timeout=PASS_S)
@@ -196,6 +198,10 @@ class DirectoryActor:
             except BaseException:
                 log.exception("the fleet's directory ends, and Ray will restart it")
                 os._exit(1)  # otherwise the actor would live on without this thread
+
+    def _now(self) -> float:
+        """Return seconds since 1970, of a clock that goes on while the system's is set back or forth."""
+        return self._clock_offset_s + time.monotonic()
 
     def _run_once(self, now: float) -> None:
         """Read reports of workers and routers, start and stop them by the plan, and ask for further reports."""
@@ -301,7 +307,7 @@ class DirectoryActor:
         except ValueError:
             self._remove_member(member, "its actor is not there")
             return
-        self._link_by_member[member.name] = MemberLink(actor, time.time(), is_placed=member.launch is not None)
+        self._link_by_member[member.name] = MemberLink(actor, self._now(), is_placed=member.launch is not None)
         if member.phase is Phase.STOPPING:
             actor.stop.remote()
 

@@ -58,3 +58,20 @@ def test_a_router_that_never_answers_lacks_room(monkeypatch: pytest.MonkeyPatch)
     directory = make_directory(monkeypatch, member, RuntimeError("not called"))
     directory._limit_waits_for_room(directory._link_by_member["r"].created_at_s + 60.0)
     assert not directory._state.member_by_name
+
+
+def test_a_clock_that_is_set_back_keeps_no_member_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory asked nobody until the clock was where it had been."""
+    from fleet import directory as fleet_directory
+
+    member = Member(
+        name="r", kind=MemberKind.ROUTER, slot=0, revision=0, phase=Phase.UP, phase_since_s=0.0, launch=LAUNCH
+    )
+    directory = make_directory(monkeypatch, member, ray.exceptions.RayTaskError("report", "no list", ValueError("x")))
+    monkeypatch.setattr(fleet_directory.internal_kv, "_internal_kv_put", lambda *_, **__: None, raising=False)
+    monotonic_s, wall_s = fleet_directory.time.monotonic(), fleet_directory.time.time()
+    for passed_s in (0.0, 60.0):
+        monkeypatch.setattr(fleet_directory.time, "monotonic", lambda passed_s=passed_s: monotonic_s + passed_s)
+        monkeypatch.setattr(fleet_directory.time, "time", lambda passed_s=passed_s: wall_s + passed_s - 3600.0)
+        directory._run_once(directory._now())
+        assert directory._link_by_member["r"].called_at_s >= wall_s + passed_s
