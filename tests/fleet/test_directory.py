@@ -70,9 +70,10 @@ def test_a_clock_that_is_set_back_keeps_no_member_from_being_asked(monkeypatch: 
     directory = make_directory(monkeypatch, member, ray.exceptions.RayTaskError("report", "no list", ValueError("x")))
     call_times_s: list[float] = []
     monotonic_s, wall_s = fleet_directory.time.monotonic(), fleet_directory.time.time()
-    for passed_s in (0.0, 60.0):
-        monkeypatch.setattr(fleet_directory.time, "monotonic", lambda passed_s=passed_s: monotonic_s + passed_s)
-        monkeypatch.setattr(fleet_directory.time, "time", lambda passed_s=passed_s: wall_s + passed_s - 3600.0)
+    for passed_s, set_back_s in ((0.0, 0.0), (60.0, 3600.0)):
+        now_s, shown_s = monotonic_s + passed_s, wall_s + passed_s - set_back_s
+        monkeypatch.setattr(fleet_directory.time, "monotonic", lambda now_s=now_s: now_s)
+        monkeypatch.setattr(fleet_directory.time, "time", lambda shown_s=shown_s: shown_s)
         directory._request_reports(directory._now())
         directory._link_by_member["r"].call = None  # it has returned
         call_times_s.append(directory._link_by_member["r"].called_at_s)
