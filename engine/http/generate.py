@@ -43,7 +43,7 @@ STATE = web.AppKey("state", ServerState)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
 KEEPALIVE_COMMENT_S = 5.0
-"""Silence after which a stream sends a comment."""
+"""Silence after which a stream sends a comment; up to twice as long after other writes."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 POSITIONS_PER_PAUSE = 64
 """Positions whose logprobs are formatted before the event loop serves others, in a millisecond or two."""
@@ -228,7 +228,7 @@ class ChoiceUpdater:
 
     def _record_finish(self, choice: Choice, reason: str, now_s: float) -> None:
         prompt_tokens = len(self._generation.get_choice_prompt(choice))
-        self._clock.record_finish(choice.index, reason, prompt_tokens, choice.completion_tokens, now_s)
+        self._clock.record_finish(choice.index, reason, prompt_tokens, now_s)
 
 
 def drop_tokens(output: SequenceOutput) -> SequenceOutput:
@@ -329,7 +329,7 @@ class ResponseWriter:
             await self._wait_for_client(self._response.write(data))
 
     async def send_keepalive_comments(self) -> None:
-        """Send a comment whenever nothing was written for `KEEPALIVE_COMMENT_S`, unless the client reads slowly."""
+        """Send a comment after every `KEEPALIVE_COMMENT_S` without a write, unless the client reads slowly."""
         while True:
             write_count = self._write_count
             await asyncio.sleep(KEEPALIVE_COMMENT_S)

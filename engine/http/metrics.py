@@ -57,13 +57,15 @@ class RequestClock:
     A request may ask for several answers, its choices.
     """
 
-    __slots__ = ("_first_token_s_by_choice", "_last_token_s_by_choice", "_metrics", "_start_s")
+    __slots__ = ("_first_token_s_by_choice", "_last_token_s_by_choice", "_metrics", "_start_s", "_token_counts")
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics = metrics
         self._start_s = start_s
         self._first_token_s_by_choice: dict[int, float] = {}
         self._last_token_s_by_choice: dict[int, float] = {}
+        self._token_counts: Counter[int] = Counter()
+        """Tokens that have arrived, by choice. Those with which another engine began an answer do not count."""
 
     def record_queue_time(self, queue_s: float, now_s: float) -> None:
         """Record that the first output of a choice has arrived, which waited `queue_s` seconds before its prefill."""
@@ -83,12 +85,11 @@ class RequestClock:
             self._first_token_s_by_choice[choice_index] = now_s
         self._last_token_s_by_choice[choice_index] = now_s
         self._metrics.generation_tokens += count
+        self._token_counts[choice_index] += count
 
-    def record_finish(
-        self, choice_index: int, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float
-    ) -> None:
+    def record_finish(self, choice_index: int, reason: str, prompt_tokens: int, now_s: float) -> None:
         """Record that a choice has ended, for a finish reason such as "stop"."""
-        metrics = self._metrics
+        metrics, completion_tokens = self._metrics, self._token_counts[choice_index]
         metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
         metrics.e2e_request_latency.observe(now_s - self._start_s)
         metrics.request_prompt_tokens.observe(prompt_tokens)
@@ -125,7 +126,7 @@ def collect_families(metrics: ServerMetrics, client: EngineClient, info: CoreInf
 # fmt: off
 def _list_core_gauges(stats: EngineStats) -> list[Row]:
     return [
-        make_total("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
+        make_total("num_requests_running", "Sequences that run, and hold blocks of the cache.", stats.running_requests),
         make_total("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
         make_total("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
         make_total("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.",

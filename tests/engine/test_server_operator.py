@@ -278,15 +278,35 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, st
     assert error_info.value.param == ("structured_outputs.regex" if is_refused else None)
 
 
+def test_an_answer_that_was_begun_elsewhere_counts_its_own_tokens_alone() -> None:
+    def make_updater(metrics: ServerMetrics) -> ChoiceUpdater:
+        body = b'{"prompt": [5, 6, 7, 8], "answered_tokens": 3, "max_tokens": 9}'
+        generation = make_generation(
+            ParsedRequest(parse_completion(body), [[5, 6, 7, 8]]), id="i", request_prefix="u", model="m",
+            limits=ModelLimits(max_model_len=100, vocab_size=300), factory=DetokenizerFactory(build_tokenizer(300)),
+        )  # fmt: skip
+        return ChoiceUpdater(SimpleNamespace(metrics=metrics), generation, SimpleNamespace())  # type: ignore[arg-type]
+
+    metrics = ServerMetrics()
+    with pytest.raises(RequestError, match="a step failed"):  # before the first token
+        make_updater(metrics)._apply_output(SequenceOutput.from_error("u-0", "a step failed"), 1.0)
+    assert sum(metrics.request_decode_time.counts) == 0
+    updater = make_updater(metrics)
+    updater._apply_output(SequenceOutput(request_id="u-0", token_ids=[9]), 1.0)
+    last_output = SequenceOutput(request_id="u-0", token_ids=[10], finish_reason=FinishReason.LENGTH)
+    updater._apply_output(last_output, 1.5)
+    assert metrics.time_per_output_token.total == pytest.approx(0.5)
+
+
 def test_the_time_per_output_token_leaves_out_the_prompt() -> None:
     metrics = ServerMetrics()
     clock = RequestClock(metrics, 100.0)
     for choice_index, first_token_s in ((0, 110.0), (1, 111.0)):  # two answers: the prompt took 10 s
         for token_s in (0.0, 0.5, 1.0):
             clock.record_tokens(choice_index, 1, first_token_s + token_s)
-        clock.record_finish(choice_index, "stop", 1000, 3, first_token_s + 1.0)
+        clock.record_finish(choice_index, "stop", 1000, first_token_s + 1.0)
     clock.record_tokens(2, 1, 112.0)
-    clock.record_finish(2, "length", 1000, 1, 112.0)  # its only token is the prompt's
+    clock.record_finish(2, "length", 1000, 112.0)  # its only token is the prompt's
     assert metrics.time_per_output_token.total == pytest.approx(0.5 + 0.5)
     assert sum(metrics.time_per_output_token.counts) == 2
     assert metrics.inter_token_latency.total == pytest.approx(4 * 0.5)
