@@ -243,7 +243,8 @@ class EngineCore:
     def add(self, request: Request, now: float) -> None:
         """Queue a request once its grammar is compiled and blocks of its prompt are pulled from a peer, if it has any.
 
-        Steps with other requests run meanwhile. Raises RequestRefusedError if the request can never be served.
+        Steps with other requests run meanwhile. Raises RequestRefusedError if the request is refused at once, without a
+        wait; a later refusal is an output of `step`.
         """
         grammar_future = self._start_compiling(request)
         pull_future = self.transfers.start_pull(request)
@@ -282,7 +283,8 @@ class EngineCore:
         """Begin one step (a forward pass over a batch), finish at most one, and return the outputs for clients.
 
         If steps overlap, the first call begins step 1, the second begins step 2 and finishes step 1, and so on. If
-        no step can be planned, the oldest step in flight is finished. Raises RunnerLostError.
+        no step can be planned, the oldest step in flight is finished. Before copies for peers, all steps in flight are.
+        Raises RunnerLostError.
         """
         outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
         if self._preparing_requests:
@@ -402,7 +404,7 @@ class EngineCore:
         """Free the memory of the cache and of the weights until `wake`. Level 2 also frees the weights in host memory.
 
         All cached prefixes are lost, and that is published. The HTTP process refuses requests meanwhile; this method
-        does not. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
+        does not. Raises ValueError while there are requests, while asleep, or if this engine cannot sleep.
         """
         self._get_idle_model(asleep=False).sleep(level)
         self._sleep_level = level

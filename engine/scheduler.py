@@ -31,7 +31,7 @@ _WAITING_SCAN_MAX = 32
 
 
 class RequestRefusedError(ValueError):
-    """A request that can never be served here; the message says which limit it breaks."""
+    """A request that is not served here; the message says why."""
 
 
 class _MustDrain(Exception):
@@ -42,7 +42,7 @@ class Scheduler:
     """Plans steps and applies their results. Pure: no sockets, no clock, no tensors.
 
     Plans are applied (or failed) in their order. Steps may overlap: a plan may be made while another step is in flight.
-    Such a plan assumes that no sequence ends with the step in flight. If a sequence does end, its next token is
+    Such a plan assumes that no stop token ends a sequence in the step in flight. If one does, the next token is
     computed in vain: it is not output, and no block with it is cached. No sequence is preempted while a step is in
     flight.
     """
@@ -82,7 +82,7 @@ class Scheduler:
         return self.has_requests or bool(self._steps_in_flight)
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestRefusedError for one that can never be served."""
+        """Queue a request. Raises RequestRefusedError if it can never fit, or if another one has its id."""
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request_id: {request.request_id!r} is already being served")
         _check_prompt_length(request, self.config.max_model_len, self.token_limit)
@@ -109,7 +109,7 @@ class Scheduler:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step, a forward pass: decodes first, then prompts that were begun, then waiting requests.
+        """Plan the next step, a forward pass: decodes first, then prompts, begun ones and those of waiting requests.
 
         If memory runs out, running sequences are preempted, but never to admit a waiting request. Returns None if that
         would happen while another step is being computed: the caller applies that step's result, and plans again.

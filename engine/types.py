@@ -145,7 +145,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Salt | None = None
     lora_name: str | None = None
     priority: Int64 = 0
-    """Lower is served earlier; ties by arrival."""
+    """Lower is served earlier."""
     resumed_output_len: int = 0
     """Number of the last `token_ids` that are the beginning of the answer, which another worker generated."""
     kv_source: KVSource | None = None

@@ -1,9 +1,9 @@
 """Evicts the ends of cached paths, by what `ReuseStats` has learned of how conversations return.
 
 A path is the cached blocks of one conversation turn, and is evicted from its end. Its value is the expected number of
-hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
-gap and value share a queue, so that only the ends of few queues are compared. Among paths of about equal value the
-youngest goes first: the older ones' returns are nearer.
+hits of a block per unit of time (see `engine.cache.reuse_stats`). Paths of equal class, gap and value share a queue, so
+that only the ends of few queues are compared. Among paths of about equal value the youngest goes first: the older ones'
+returns are nearer.
 
 In a model with recurrent states, a path can be resumed only where a state was saved. Then the value of the path also
 depends on the blocks that its last state saves, for each block of memory.
@@ -131,7 +131,7 @@ class EvictionQueue:
     def requeue(self, node: Node) -> None:
         """Move the path that ends at `node`, if one does, to the queue of its present value.
 
-        Called when the state at `node` was used, added or removed.
+        Called when the state at `node` was used or evicted.
         """
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)

@@ -7,8 +7,8 @@ exists by then, the table is redirected to it. `release` gives all blocks of a s
 sequence holds stays cached if it is in the prefix tree, else its memory is free. docs/architecture.md has the table of
 states.
 
-Invariant: a sequence that is not detached holds exactly the blocks of its nodes in the prefix tree. So a parent is
-never freed before a live child.
+Invariant: a sequence that is not detached holds the full-attention blocks of all its nodes in the prefix tree. So a
+parent is never freed before a live child.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class KVCache:
     def _start_sequence(self, seq: Sequence, nodes: list[Node], block_counts: list[int]) -> None:
         """Give a sequence the cached blocks of its prefix, and the recurrent state after them.
 
-        `nodes`: prefix tree nodes of these blocks. `block_counts`: blocks of each kind that the sequence will allocate.
+        `nodes`: prefix tree nodes of these blocks. `block_counts`: blocks of each kind for which there is room.
         """
         *attention_counts, last_count = block_counts  # in a model with recurrent states, the last kind is the state
         has_room_for_copy = self.pool.can_allocate([*attention_counts, last_count + 1])
@@ -275,7 +275,7 @@ class KVCache:
         return self.states.clip_chunk_end(seq, end)
 
     def grow(self, seq: Sequence, end: int) -> bool:
-        """Give `seq` blocks for the positions [0, end). Without enough memory, return False and change nothing."""
+        """Give `seq` blocks for the positions [0, end). Without the memory, return False and leave `seq` as it is."""
         missing_count = ceil_div(end, self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True

@@ -190,7 +190,7 @@ class PrefixTree:
         block.node = node
 
     def detach_host(self, block: Block) -> None:
-        """Take a host block out of the tree, and announce its removal. The caller then calls `remove_if_empty`."""
+        """Take a host block out of the tree, and announce its removal. The node may be left without blocks."""
         node, kind = block.node, block.kind
         assert node is not None
         self.event_log.record_host_removed(kind, node)

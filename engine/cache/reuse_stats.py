@@ -6,10 +6,11 @@ blocks that the last one added. Prefixes that several conversations share are cl
 returns and the gaps before them are counted, also for conversations without blocks in the cache. The clock counts
 blocks of prompts.
 
-A turn that ended `age` ago has the value `return share / max(gap, age)`: expected hits of a block per unit of time. The
-gap is the geometric mean of the class's gap and the turn's own last gap. So a turn keeps its value until its return is
-due, and loses it afterwards, as in LRU. Among turns that are equally far from being due, the youngest is evicted first.
-So if requests repeat a cycle that is larger than the cache, a part of the cycle stays cached.
+A turn has the value `return share / gap`: expected hits of a block per unit of time. The gap is the geometric mean of
+the class's gap and the turn's own last gap. Once the turn ended over 1.5 gaps ago, that age takes the place of the gap.
+So a turn keeps its value until its return is overdue, and loses it afterwards, as in LRU. Among turns that are equally
+far from being due, the youngest is evicted first. So if requests repeat a cycle that is larger than the cache, a part
+of the cycle stays cached.
 """
 
 from __future__ import annotations

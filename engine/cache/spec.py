@@ -115,9 +115,9 @@ class CacheSpec:
 
 
 _UNIT_ALIGNMENT_BYTES = 256
-"""Every unit starts at a multiple of so many bytes, as vector loads of any dtype need."""
+"""The size of a unit is a multiple of so many bytes, as vector loads of any dtype need."""
 _UNIT_GROWTH_MAX = 8
-"""Largest unit of a model without state, in blocks of the largest group: larger units may fit all groups better."""
+"""Most of a group's blocks in a unit of a model without state, as a multiple of what holds the largest block."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -125,7 +125,7 @@ def _choose_unit_bytes(spec: CacheSpec) -> int:
     """Return the smallest unit size at which the kind that fits worst wastes the smallest share of the unit.
 
     With blocks of 300 and 400 KB, a unit of 1200 KB wastes nothing. In a model with states, a unit is no larger than
-    needed for one state, in whole blocks of some group.
+    needed for the largest block or state, in whole blocks of some group.
     """
     largest_bytes = max(spec.block_bytes_by_kind())
     growth_max = 1 if spec.state else _UNIT_GROWTH_MAX

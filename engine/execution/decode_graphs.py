@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
-"""Batch sizes that are recorded. At most an eighth of a batch is padding, except for the smallest ones."""
+"""Batch sizes that are recorded. For more than 32 sequences, less than a fifth of a batch is padding."""
 
 Replay = Callable[[], object]
 
@@ -175,7 +175,7 @@ class DecodeGraphs:
     def _record(self, size: int) -> _RecordedStep | None:
         """Record the forward pass of a step that decodes `size` sequences as a CUDA graph, to replay it later.
 
-        Returns None, and logs a warning, if the recording fails.
+        If that fails, logs a warning and returns None; with several ranks, raises RuntimeError.
         """
         token_ids, positions = torch.zeros(2, size, dtype=torch.int64, device=self._ops.device)
         step = self._make_fixed_step(size)

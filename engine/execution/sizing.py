@@ -216,7 +216,8 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
     if config.kv_cache_memory_bytes is None and device.type == "cpu":
         unit_count = min(unit_count, ceil_div(CACHE_TOKENS_MAX, spec.block_size * blocks_per_unit))
     if unit_count < 1:
-        raise ConfigError(f"{source}: {memory_bytes} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
+        unit_bytes = compute_unit_stride(spec)
+        raise ConfigError(f"{source}: {memory_bytes} bytes hold no unit of the cache ({unit_bytes} bytes)")
     return unit_count
 
 

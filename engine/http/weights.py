@@ -30,7 +30,7 @@ _rpc_decoder = msgspec.json.Decoder(RpcBody)
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """Let the engine sleep once running requests have ended. `?level=1` frees the cache, 2 the weights too."""
+    """Let the engine sleep once running requests have ended. `?level=2` frees the weights in host memory, too."""
     state = request.app[STATE]
     level, mode = request.query.get("level", "1"), request.query.get("mode", "wait")
     if level not in ("1", "2"):

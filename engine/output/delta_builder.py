@@ -74,7 +74,7 @@ class DeltaBuilder:
         self.call_count = 0
         self.is_in_call = False
         self.is_at_start = True
-        """Whether nothing but white space has come."""
+        """Whether no text but white space has come."""
         self._follows_call = False
         """Whether nothing but white space has come since a call began or ended."""
 

@@ -53,7 +53,7 @@ class EngineDeadError(RequestError):
 class OutputStream:
     """Outputs of all sequences of one HTTP request, for one reader. Outputs of one sequence come in order.
 
-    Outputs of a sequence that are not read yet are merged. If the unread logprobs exceed the budget, the stream fails
+    Outputs of a sequence that are not read yet are merged. If the unsent logprobs exceed the budget, the stream fails
     and is closed.
     """
 
@@ -219,7 +219,7 @@ class EngineClient(asyncio.Protocol):
         self._open_ping: tuple[int, float] | None = None
         """Call id of the ping that is not answered yet, and the time when it was sent."""
 
-        # Last statistics of the core, at most a tenth of a second old while it works.
+        # Last statistics of the core, which sends them after a step, up to ten times a second.
         self.stats: EngineStats | None = None
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
@@ -303,8 +303,8 @@ class EngineClient(asyncio.Protocol):
     ) -> str | None:
         """Have the core do `operation`, and wait for the reply. Return the reason for a failure, or None for success.
 
-        `level`: for "sleep", 2 to free the weights, too. `path`: for "reload", the folder of the weights, or None for
-        the last one. Raises EngineDeadError.
+        `level`: for "sleep", 2 to free the weights in host memory, too. `path`: for "reload", the folder of the
+        weights, or None for the last one. Raises EngineDeadError.
         """
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)

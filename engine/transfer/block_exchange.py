@@ -254,7 +254,7 @@ class BlockExchange:
     def _attach(self, new_block: _NewBlock, key: BlockKey, parent: Node | None) -> Node | None:
         """Put a filled block into the prefix tree, which announces it as a cache event. Return its node.
 
-        Returns None, with nothing done, if the parent was evicted meanwhile, or if the tree has such a block already.
+        Returns None, with nothing done, if a block that it needs was evicted, or if its place in the tree is taken.
         The parent of a full-attention block is held until the block is released, so that it is not evicted first.
         """
         tree, block = self._cache.tree, new_block.block

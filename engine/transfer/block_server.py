@@ -1,6 +1,6 @@
 """Server of cached blocks: answers which blocks this engine has, and sends them to peers.
 
-Bounded: connections, answers at once with their bytes, questions ahead in one connection, and every wait.
+Bounded: connections, answers at once with their bytes, questions ahead in one connection, and every wait for a peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One authenticated connection between two engines: whole frames, on an event loop. Both ends know the fleet's key.
 
-The server sends a nonce, the client another one and a proof, the server a proof. Nothing is decoded before its HMAC is
-checked. Waits are bounded by the callers.
+The server sends a nonce, the client another one and a proof, the server a proof. No message is decoded before its HMAC
+is checked. Waits are bounded by the callers.
 """
 
 from __future__ import annotations

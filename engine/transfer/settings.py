@@ -18,7 +18,7 @@ GB_S = 0.5
 CPU_GB_S = 0.12
 """Rate of a pull between engines on CPUs, where threads that hash and copy share the cores of the steps."""
 CONNECT_S_MAX = 2.0
-"""Seconds for a connection, and again for its greeting."""
+"""Seconds to look a name up, again for a connection, and again for its greeting."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,4 +56,4 @@ class TransferStats(msgspec.Struct, kw_only=True):
     sent_blocks: int = 0
     sent_bytes: int = 0
     refused_connections: int = 0
-    """Connections of other engines that were closed: too many, a wrong key, or invalid messages."""
+    """Connections of other engines that were closed: too many, a wrong key, invalid messages, or idle for too long."""
