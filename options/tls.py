@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from options.values import ConfigError
 
@@ -84,6 +84,35 @@ def make_client_context(
     if certificate_path is not None:
         _load_certificate(context, certificate_path, key_path, flag_prefix)
     return context
+
+
+def watch_client_files(
+    context: ssl.SSLContext, certificate_path: str | None, key_path: str | None, ca_path: str | None, flag_prefix: str
+) -> Callable[[float], None]:
+    """Return a function, to call now and then, that reads the files of `make_client_context` anew if they changed.
+
+    They count for connections that are opened from then on. Authorities are added, and none is removed. While a file
+    cannot be used, those that were read before count. The argument of the function, the time, is ignored.
+    """
+    paths = [path for path in (certificate_path, key_path, ca_path) if path is not None]
+    versions = _read_versions(paths)
+
+    def reload_changed_files(_: float) -> None:
+        nonlocal versions
+        if (current_versions := _read_versions(paths)) == versions:
+            return
+        versions = current_versions
+        try:
+            make_client_context(certificate_path, key_path, ca_path, flag_prefix)  # raises before anything is changed
+            if ca_path is not None:
+                _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
+            if certificate_path is not None:
+                _load_certificate(context, certificate_path, key_path, flag_prefix)
+            log.info("%s was read anew", ", ".join(paths))
+        except ConfigError as error:
+            log.error("the last certificate stays in use: %s", error)
+
+    return reload_changed_files
 
 
 def _check_pair(certificate_path: str | None, key_path: str | None, flag_prefix: str) -> None:

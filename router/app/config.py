@@ -162,7 +162,12 @@ class ProcessConfig:
 
     def make_worker_tls(self) -> ssl.SSLContext:
         """Return the TLS context of connections to workers. Raises ConfigError."""
-        return make_client_context(self.worker_tls_cert, self.worker_tls_key, self.worker_tls_ca, "--worker-tls")
+        return make_client_context(*self.worker_tls_files)
+
+    @property
+    def worker_tls_files(self) -> tuple[str | None, str | None, str | None, str]:
+        """Certificate, key and authorities for workers with https, and how the flags that name them begin."""
+        return self.worker_tls_cert, self.worker_tls_key, self.worker_tls_ca, "--worker-tls"
 
     @property
     def kv_dialects(self) -> frozenset[str]:

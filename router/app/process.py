@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from options import ConfigError
 from options.addresses import bracket_host
 from options.system import import_event_loops, raise_file_limit
+from options.tls import watch_client_files
 from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
@@ -53,6 +54,10 @@ log = logging.getLogger("router")
 
 CONNECTIONS_EXPECTED: Final = 1_000
 """The operator is warned where fewer connections are possible, even if no number was configured."""
+
+
+TLS_FILES_S: Final = 10.0
+"""Time between two looks at the files of `--worker-tls-cert`, `--worker-tls-key` and `--worker-tls-ca`."""
 
 
 class RouterProcess:
@@ -102,6 +107,7 @@ class RouterProcess:
         # What runs from the start to the end.
         self._listeners: list[Listener] = []
         self._timers = self._make_timers()
+        self._timers.add("tls", watch_client_files(worker_tls, *config.worker_tls_files), TLS_FILES_S)
         self._shutdown = Shutdown(config.edge, proxy, self._listeners)
 
     async def run(self) -> None:

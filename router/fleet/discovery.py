@@ -131,6 +131,10 @@ def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
     """Return what an operator can do about a worker that could not be probed for this reason."""
     if is_key_refused(reason):
         return "give the worker's key, --worker-api-key"
+    if "mismatch" in reason and "certificate" in reason:
+        return "its certificate is for other names: use one of them in the URL"
+    if "certificate has expired" in reason or "certificate is not yet valid" in reason:
+        return "renew its certificate, or set this machine's clock"
     if "certificate" in reason:
         return "name who has signed it, --worker-tls-ca FILE"
     if "disconnected" in reason and flag.url.startswith("http://"):

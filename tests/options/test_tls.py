@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from options.tls import make_server_context
+from options.tls import make_client_context, make_server_context, watch_client_files
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
@@ -98,3 +98,36 @@ def test_renewed_authorities_of_clients_count_from_the_next_handshake_on(tmp_pat
     assert (is_let_in("alice"), is_let_in("bob")) == (True, False)
     replace(tmp_path, "bob.pem", "ca.pem")
     assert (is_let_in("alice"), is_let_in("bob")) == (False, True)
+
+
+def test_a_renewed_certificate_is_shown_to_servers_and_new_authorities_are_trusted(tmp_path: Path) -> None:
+    for name in ("server", "moved", "alice", "bob"):
+        make_certificate(tmp_path, name)
+    replace(tmp_path, "alice.pem", "tls.pem")
+    replace(tmp_path, "alice.key", "tls.key")
+    replace(tmp_path, "server.pem", "ca.pem")
+    files = [str(tmp_path / name) for name in ("tls.pem", "tls.key", "ca.pem")]
+    context = make_client_context(*files, "--worker-tls")
+    reload_changed_files = watch_client_files(context, *files, "--worker-tls")
+
+    def is_let_in(server_name: str, trusted_name: str) -> bool:
+        server_context = make_server_context(
+            *(str(tmp_path / name) for name in (f"{server_name}.pem", f"{server_name}.key", f"{trusted_name}.pem"))
+        )
+        assert server_context is not None
+        try:
+            shake_hands(server_context, context, server_name)
+        except ssl.SSLError:
+            return False
+        return True
+
+    assert is_let_in("server", "alice")
+    assert not is_let_in("moved", "alice")
+    replace(tmp_path, "bob.pem", "tls.pem")
+    reload_changed_files(0.0)
+    assert is_let_in("server", "alice"), "a certificate without its key changes nothing"
+    replace(tmp_path, "bob.key", "tls.key")
+    replace(tmp_path, "moved.pem", "ca.pem")
+    reload_changed_files(0.0)
+    assert is_let_in("moved", "bob")
+    assert not is_let_in("moved", "alice")

@@ -17,7 +17,7 @@ from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel, WorkerSpec
-from router.fleet.discovery import Prober, WorkerFacts
+from router.fleet.discovery import Prober, WorkerFacts, suggest_remedy
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
@@ -617,3 +617,19 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, is_key_sent: bool)
         return authorization_headers
 
     assert set(asyncio.run(run())) == {"Bearer key" if is_key_sent else None}
+
+
+@pytest.mark.parametrize(
+    ("verification_error", "remedy"),
+    [
+        ("unable to get local issuer certificate", "--worker-tls-ca"),
+        ("self-signed certificate in certificate chain", "--worker-tls-ca"),
+        ("Hostname mismatch, certificate is not valid for 'gpu1'.", "in the URL"),
+        ("IP address mismatch, certificate is not valid for '10.0.0.1'.", "in the URL"),
+        ("certificate has expired", "renew its certificate"),
+        ("certificate is not yet valid", "clock"),
+    ],
+)
+def test_the_remedy_for_a_certificate_that_is_not_accepted(verification_error: str, remedy: str) -> None:
+    reason = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {verification_error}"
+    assert remedy in suggest_remedy(parse_worker_flag("https://gpu1"), reason)
