@@ -125,9 +125,11 @@ class RouterCore:
         self.registry.apply_worker_changes()
         return [] if was_down else [self._lose_worker(worker_id, now), *self._place_queued(now)]
 
-    def set_draining(self, worker_id: str, now: float, *, is_draining: bool = True) -> list[Instruction]:
+    def set_draining(
+        self, worker_id: str, now: float, *, is_draining: bool = True, reason: str = "drained by an operator"
+    ) -> list[Instruction]:
         """Stop or resume sending new requests to a worker. Raises KeyError if the worker is unknown."""
-        self.workers[worker_id].is_drained = is_draining
+        self.workers[worker_id].drain_reason = reason if is_draining else ""
         self.registry.apply_worker_changes()
         return self._place_queued(now)
 

@@ -160,14 +160,18 @@ class Worker:
     """Why the worker is DOWN."""
     announced_state: WorkerState | None = None
     """State that was last reported to `WorkerRegistry.on_state_change`; None for a new worker."""
-    is_drained: bool = False
-    """Whether an operator of the router stopped new requests."""
+    drain_reason: str = ""
+    """Why new requests are stopped; empty while they are not."""
     is_asleep: bool = False
     """Whether the engine says that it sleeps."""
 
     @property
     def worker_id(self) -> str:
         return self.spec.worker_id
+
+    @property
+    def is_drained(self) -> bool:
+        return bool(self.drain_reason)
 
     @property
     def state(self) -> WorkerState:
@@ -180,8 +184,7 @@ class Worker:
     @property
     def state_reason(self) -> str:
         if self.is_drained:
-            reason = "drained by an operator"
-            return f"{reason}; down: {self.health_reason}" if self.is_down else reason
+            return f"{self.drain_reason}; down: {self.health_reason}" if self.is_down else self.drain_reason
         return "its engine sleeps" if self.state is WorkerState.SLEEPING else self.health_reason
 
     def describe_state(self, now: float) -> str:

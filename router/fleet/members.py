@@ -367,8 +367,8 @@ class Fleet:
         must_resume = is_ready_everywhere and readiness.is_drain_cause
         if must_drain or must_resume:
             readiness.is_drain_cause = must_drain
-            instructions = self._core.set_draining(worker_id, self._now(), is_draining=must_drain)
-            self._perform(instructions)
+            reason = f"not ready in Kubernetes ({origin})"
+            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=must_drain, reason=reason))
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""

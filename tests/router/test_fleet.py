@@ -1097,6 +1097,10 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
             if operator_drains == "before":
                 fleet.drain(name, is_draining=True)
             assert is_drained_if(ready=False)
+            drained_by = (
+                "drained by an operator" if operator_drains == "before" else "not ready in Kubernetes (service/vllm)"
+            )
+            assert core.workers[name].state_reason == drained_by
             if operator_drains == "meanwhile":
                 fleet.drain(name, is_draining=True)
             assert is_drained_if(ready=False)
