@@ -399,10 +399,12 @@ class Chooser:
         placement = placements.get(key)
         return placement if placement is not None and now - placement.placed_at_s <= self._placement_ttl_s else None
 
-    def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
-        """Price the candidates again and pick the cheapest, now that the request's place in the queue is known."""
+    def rechoose_behind_queue(
+        self, request: RouteRequest, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]
+    ) -> None:
+        """Price the candidates again and pick one, now that the request's place in the queue is known."""
         self._price(choice.candidates, choice.request_facts, queued_ahead_s)
-        choice.winner = self._pick_cheapest(choice.candidates)
+        choice.winner = self._pick_winner(request, choice)
 
     def make_decision(
         self,

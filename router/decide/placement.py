@@ -212,7 +212,7 @@ class RequestPlacer:
         waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
         if waits_behind_others and queued_ahead_s is None:
             queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
-            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
+            self.chooser.rechoose_behind_queue(request, choice, queued_ahead_s)
         if not choice.winner.is_missing_source:
             return choice
         # The chosen worker only decodes: another worker has to compute the prompt.

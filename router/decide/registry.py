@@ -287,10 +287,12 @@ class WorkerRegistry:
         if not self._fits_context(worker.worker_id, model, _count_needed_tokens(request)):
             return "context too short"
         if role is None and _computes_prefills_only(worker):
-            return "computes prefills only"
+            pool = self._get_pool((model, role)).targets
+            if all(target.worker_id != worker.worker_id for target in pool):
+                return "computes prefills only"
         if not self._has_partner(worker, model):
             return "no worker computes prompts for it"
-        if request.worker not in (None, worker.worker_id):
+        if request.worker is not None and self._find_named_worker(request.worker) is not worker:
             return "another worker is pinned"
         if request.allowed_workers is not None and worker.worker_id not in request.allowed_workers:
             return "not among the gateway's endpoints"
@@ -505,7 +507,7 @@ def make_worker_snapshot(
         models=sorted(worker.models),
         roles=sorted(worker.spec.roles),
         cache_view=worker.spec.cache_view.value,
-        prefilling=len(target.prefill_queue.requests),
+        prefilling=load.request_count - load.decode_request_count,
         decoding=load.decode_request_count,
         peer_prefilling=peer.prefill_requests - external.prefill_requests,
         peer_decoding=peer.decode_requests - external.decode_requests,

@@ -17,7 +17,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.decide.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, TransferConfig
 from router.decide.core import TENANTS_MAX, RetryBudget
 from router.decide.load import MAX_NUM_SEQS_PRIOR
-from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, TransferKind, WorkerLost
+from router.decide.messages import (
+    Decision,
+    Enqueue,
+    FailureKind,
+    Forward,
+    Refuse,
+    ReportedUsage,
+    TransferKind,
+    WorkerLost,
+)
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
@@ -439,6 +448,14 @@ def test_session_affinity_keeps_a_session_while_its_worker_lives() -> None:
     assert chosen_worker(core.route(request("r9", [1], session="s"), 0.2)) != first
 
 
+def test_session_affinity_holds_beside_a_queue() -> None:
+    core, _ = make_core("ab", CoreConfig(session_affinity=True, queue=QueueConfig(fair=True)))
+    core.route(request("first", [1], session="s", worker="a"), 0.0)
+    for i in range(2):
+        core.route(request(f"long{i}", None, prompt_tokens=50_000, worker="a"), 0.0)
+    assert isinstance(core.route(request("next", [1] * 50, session="s"), 0.0), Enqueue), "a is busy, and b is idle"
+
+
 def test_sticky_moves_only_the_lost_workers_sessions() -> None:
     core, _ = make_core("abcd", CoreConfig(policy="sticky"))
     before = {f"s{i}": chosen_worker(core.route(request(f"r{i}", [1], session=f"s{i}"), 0.0)) for i in range(40)}
@@ -498,6 +515,9 @@ def test_a_rank_that_a_client_names_is_its_worker_s() -> None:
     assert core.registry.is_model_served(served, "a#1")
     assert not core.registry.is_model_served(served, "a#2")
     core.set_draining("a", 0.0)
+    explanation = core.explain(request("r", [1, 2], worker="b#1"), 0.0)
+    assert isinstance(explanation, Decision)
+    assert explanation.not_eligible == {"a": "draining"}
     for worker, status in (("a#1", 503), ("a", 503), ("a#2", 404)):
         refused = core.route(request(f"r {worker}", list(range(9)), worker=worker), 0.0)
         assert isinstance(refused, Refuse)

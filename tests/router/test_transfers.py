@@ -443,6 +443,19 @@ def test_workers_for_prefills_get_other_requests_where_no_other_worker_is_left()
     asked = core.explain(request("s", PROMPT, role="prefill"), 2.0)
     assert isinstance(asked, Decision)
     assert {terms.worker for terms in asked.candidates} == {"p", "q"}
+    asked = core.explain(request("s", PROMPT), 2.0)
+    assert isinstance(asked, Decision)
+    assert asked.not_eligible == {}
+
+
+def test_a_request_that_waits_for_kv_counts_as_one_without_a_first_token() -> None:
+    core, _ = make_split_fleet()
+    for name in "de":
+        make_busy(core, name, 0.0, count=8)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    row = next(row for row in core.snapshot(0.0).workers if row.target == decision.worker)
+    assert (row.prefilling, row.decoding) == (9, 0)
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "fail", "first token", "lost source", "lost target"])
