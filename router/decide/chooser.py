@@ -1,6 +1,6 @@
 """Chooser: prices the eligible targets of a request and picks one by the configured policy.
 
-Choosing changes nothing but the random generator. The core commits the choice.
+Choosing counts no request, and draws from the random generator. The placer commits the choice.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The router's core, sans IO: stimuli in, instructions out.
 
-Every method that changes state takes `now` (seconds of one monotonic clock, never going back) and returns the
-instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
+Times are seconds of one monotonic clock, never going back. Methods return the instructions that follow from a stimulus,
+in order, if any can; the shell performs them. Single-threaded: the shell calls it from one
 thread; the index behind it may be fed by another.
 
 `route` answers a new request with Forward (in flight), Enqueue (queued) or Refuse (forgotten). A request in flight ends
-by `finish_request`, `abort_request` or `fail_attempt`; the latter may begin another attempt. A queued request ends by a
-Forward, a Refuse or `abort_request`, at the latest one tick after its deadline. Invariants: a request is queued or has
-an attempt, never both; when all requests have ended, every counter of load is zero.
+by `finish_request`, `abort_request` or `fail_attempt`; the latter may begin another attempt. A Forward, a Refuse or
+`abort_request` ends a wait in the queue, at the latest one tick after the deadline. Invariants: a request is queued or
+has an attempt, never both; when all requests have ended, every counter of load is zero.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FAILURES_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
 _FAILURES_OF_CRASHED_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """Failures that a request sees when it crashes its worker."""
 TENANTS_MAX: Final = 4096
-"""Tenants with a retry budget of their own; the one with the oldest last request is forgotten first."""
+"""Tenants with a retry budget of their own; the one with the oldest request or retry is forgotten first."""
 _RETRIES_MAX_RATIO: Final = 10.0
 """Most retries that a tenant can save up, as a multiple of those that it begins with."""
 PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
@@ -116,7 +116,7 @@ class RouterCore:
         return self._place_queued(now)
 
     def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
-        """Send nothing more to a worker after failed health checks, and have the index forget it (WorkerLost)."""
+        """Send nothing more to a worker after failed health checks. If it was not down, the index forgets it."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
@@ -195,7 +195,10 @@ class RouterCore:
         return self._forget_refused(self._placer.place(active_request, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
-        """Return what `route` would decide, with the terms of all candidates. Changes only estimated first tokens."""
+        """Return the worker that `route` would choose, with the terms of all candidates. No request is counted.
+
+        The limit on the time to the first token does not apply, and the request need not wait in the queue.
+        """
         return self._placer.explain(request, now)
 
     def has_request(self, request_id: str) -> bool:
@@ -203,7 +206,7 @@ class RouterCore:
         return request_id in self._active_requests
 
     def get_prompt_query(self, request_id: str) -> PromptQuery | None:
-        """Return the prompt of a request in flight; None if the request is unknown or its prompt was not read."""
+        """Return the prompt of a request; None if the request is not in flight or its prompt was not read."""
         attempt = self._get_attempt(request_id)
         return None if attempt is None else attempt.in_flight.prompt
 
@@ -597,7 +600,7 @@ class RetryBudget:
         self._initial_retries = float(config.budget_min)
         self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
         self._retries_by_tenant: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
-        """Retries that are left, by tenant; the tenant with the oldest last request is first."""
+        """Retries that are left, by tenant; the tenant with the oldest last request or retry is first."""
 
     def __len__(self) -> int:
         return len(self._retries_by_tenant)

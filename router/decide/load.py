@@ -1,7 +1,7 @@
 """Parts of a target's state: its capacity, the load that this router sent it, and the load of others.
 
-Plain values. The tracker and the cache state change them, and `Target` (router/decide/target.py) derives from them what
-the price reads.
+Plain values. The tracker, the cache state and the placer change them. `Target` (router/decide/target.py) derives from
+them what the price reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Capacity:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Sums over the requests that this router has in flight on a target."""
+    """Load of a target by this router: sums over its requests in flight, and averages of the last minute."""
 
     request_count: int = 0
     decode_request_count: int = 0

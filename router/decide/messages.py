@@ -82,7 +82,10 @@ class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailureKind(str, enum.Enum):
-    """How an attempt failed: STALLED and STREAM after its first byte reached the client, the others before."""
+    """How an attempt failed: STALLED and STREAM after its first byte reached the client, LOST at any time.
+
+    The others are failures before that byte.
+    """
 
     CONNECT = "connect"
     """The worker refused the connection, or could not be reached or resolved; it never saw the request."""
@@ -148,7 +151,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     cost: float
     """ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s."""
     ttft_s: float = 0.0
-    """Predicted time to the first token: slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
+    """Predicted time to first token, without transfers slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
     decode_s: float = 0.0
     """Time of the answer after its first token, and the delay of other answers there, times `cost.decode_weight`."""
     congestion_s: float = 0.0
@@ -164,7 +167,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     resident_tokens: int = 0
     """Part of the cached prefix that is in the cache now, by events or by the approximate cache."""
     prefill_s: float = 0.0
-    """Prefill of the uncached tokens on an otherwise idle worker."""
+    """Prefill of the uncached tokens on an otherwise idle worker, and that of a source as its decodes stretch it."""
     queue_s: float = 0.0
     """Prefill that is done before: of requests routed there, or queued in the router."""
     slowdown: float = 1.0
@@ -255,8 +258,8 @@ class Refuse:
     request_id: str
     status: int
     code: str
-    """Stable machine-readable reason: no_worker, unknown_model, unknown_worker, context_length_exceeded, queue_full,
-    too_many_requests, deadline, too_slow, upstream_failed, upstream_overloaded, upstream_timeout."""
+    """Stable machine-readable reason: no_worker, unknown_model, unknown_role, unknown_worker, context_length_exceeded,
+    queue_full, too_many_requests, deadline, too_slow, upstream_failed, upstream_overloaded, upstream_timeout."""
     message: str
     retry_after_s: float | None = None
     context_max: int | None = None

@@ -29,7 +29,7 @@ from router.decide.workers import WorkerState
 
 QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
 QUEUED_TRIES_MAX: Final = 24
-"""Queued requests that are tried at each first token and each tick."""
+"""Waiting requests, and as many background requests, that are tried when a worker may be free and at each tick."""
 QUEUED_TRY_INTERVAL_S: Final = 0.05
 OTHERS_SHARE_MAX: Final = 0.5
 """Greatest share of other prompts in the wait for a first token from which the time of a KV transfer is learned."""
@@ -96,7 +96,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
     @property
     def excluded_sources(self) -> frozenset[str]:
-        """Workers that no KV of this request may come from."""
+        """Workers that KV of this request comes from only if it must, and no other worker can give it."""
         return self.excluded_workers | self.tried_sources
 
 
@@ -174,7 +174,7 @@ class RequestPlacer:
         return self._begin_attempt(active_request, choice, now)
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
-        """Return what `place` would decide for a new request, with the terms of every candidate."""
+        """Return the worker that `place` would choose for a new request, with the terms of every candidate."""
         rng_state = self._rng.getstate()
         choice = self._choose_worker(self.make_active_request(request, now, wants_explanation=True), now)
         self._rng.setstate(rng_state)
@@ -472,7 +472,7 @@ class RequestPlacer:
             position,
             target=choice.winner.target.name,
             prefill_s=choice.winner.terms.prefill_s,
-            charge_s=choice.charge_s / request.share,  # a tenant with twice the share gets twice the prefill seconds
+            charge_s=choice.charge_s / request.share,  # a tenant with twice the share gets twice the time
             deadline_s=deadline_s,
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,
         )
@@ -538,5 +538,7 @@ def _refuse_expired(active_request: ActiveRequest, now: float) -> Refuse:
     """Return the refusal of a queued request that has reached its deadline."""
     request_id = active_request.request.request_id
     if active_request.request.deadline_s is None:  # sent now, it would take from the shares of all others
-        return Refuse(request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, now - active_request.arrived_s)
+        waited_s = now - active_request.arrived_s
+        message = f"The request waited {waited_s:.3g} s in the router's queue, and its turn did not come."
+        return Refuse(request_id, 429, "queue_full", message, waited_s)
     return Refuse(request_id, 503, "deadline", "The request's deadline passed while it waited in the router.", 1.0)

@@ -66,12 +66,12 @@ class Candidate(msgspec.Struct, eq=False):
     """One way to serve a request: a target, possibly with a transfer of KV to the target, and what that costs.
 
     A target is a worker, or one data-parallel rank of it. Each target is one candidate without a transfer, and one more
-    for each other worker that could send it KV.
+    for each planned transfer to it. One that needs a partner is a candidate only with a transfer, if any is planned.
     """
 
     target: Target
     cached_tokens: int = 0
-    """Length of the usable prefix that is cached, or that requests in flight compute."""
+    """Length of the usable prefix that is cached, or that requests in flight compute; with a plan, at the source."""
     resident_tokens: int = 0
     """Part of that prefix that is in the cache now, as far as is known."""
     media_cached_tokens: int = 0
@@ -277,7 +277,7 @@ def sum_loads(targets: Sequence[Target]) -> PoolLoad:
 
 
 def find_shortest_wait_s(targets: Sequence[Target], now: float) -> float:
-    """Return the time until one of the targets has computed the prompts that were sent to it."""
+    """Return the time until the first of the targets has computed the prompts that were sent to it."""
     shortest_wait_s = math.inf
     for target in targets:
         wait_s = target.slowdown * target.estimate_queue_s(now)

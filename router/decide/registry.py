@@ -161,7 +161,7 @@ class WorkerRegistry:
         return self._targets.get(worker_id, [])
 
     def get_served_models(self) -> dict[str, ServedModel]:
-        """Return the models that some worker serves now, by name. The result must not be changed."""
+        """Return the models of the workers that are not down or starting, by name. The result must not be changed."""
         if self._models is None:
             self._models = merge_models(self.workers.values())
         return self._models
@@ -306,7 +306,7 @@ class WorkerRegistry:
     def _get_pool(self, key: tuple[str, str | None]) -> _Pool:
         """Return the targets that can serve a model in a role. The result is stored until a worker changes.
 
-        `key`: the model, and the role: "prefill", "decode", or None for requests that one worker answers alone.
+        `key`: the model, and the role that the worker must have; None: any.
         """
         model, role = key
         stored_pool = self._pools.get(key)
@@ -355,7 +355,7 @@ class WorkerRegistry:
     def _refuse_unserved(self, request: RouteRequest) -> Refuse:
         """Return the refusal of a request for a model and role that no worker takes now.
 
-        The status is 404 if no worker serves that model or role at all, and 503 if those that do are not up.
+        The status is 404 if no worker serves that model or role at all, and 503 if those that do, or all, are not up.
         """
         request_id, model, role = request.request_id, request.model, request.role
         all_workers, serving_workers = self.workers.values(), self._list_workers_serving(model)
@@ -468,7 +468,7 @@ class WorkerSnapshot:
     prefill_order: str
     """Prompt that the engine computes first: `arrival` (the oldest) or `shortest`."""
     queue_s: float
-    """Time until a new prompt's prefill would begin. This and the next two values count the requests of all senders."""
+    """Prefill seconds that are left there, without `slowdown`. This and the next two values count all senders."""
     utilisation: float
     """Prefill seconds sent there per second."""
     slowdown: float

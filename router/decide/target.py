@@ -1,8 +1,8 @@
 """State of one target: a worker, or one data-parallel rank of a worker, that requests can be sent to.
 
 The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
-(router/decide/speed/). `PrefillQueue` has the prompts without a first token. Only the tracker changes a target, and
-the cache state its capacity. `recompute` brings derived values (slowdown, Q) up to date.
+(router/decide/speed/). `PrefillQueue` has the prompts that are to be computed. The tracker counts requests, the cache
+state sets capacities and shared tokens. `recompute` brings derived values (slowdown, Q) up to date.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     prompt: PromptQuery | None = None
     """The prompt, as the cache state counts it; None if it was not read."""
     pin: PinId | None = None
-    """Pin of the prompt in the index; None if the target sends no events, or has lost its cache since."""
+    """Pin of the prompt in the index; None without events, before its KV has come, or after the cache was lost."""
 
     @property
     def has_no_first_token(self) -> bool:
@@ -145,7 +145,7 @@ class PrefillPlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefillQueue:
-    """Prompts that were sent to a target and have no first token yet, with sums that include other routers' prompts."""
+    """Prompts that a target is to compute and has all KV for, with sums that include other routers' prompts."""
 
     requests: dict[InFlightRequest, InFlightRequest | None] = field(default_factory=dict)
     """The requests, the first sent first. Each with the earlier request that computes a prefix which counts as cached

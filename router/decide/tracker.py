@@ -1,7 +1,7 @@
 """Counting the load of each target from the requests that the router sends, and learning how fast the targets are.
 
 `LoadTracker` owns the targets (router/decide/target.py) and the speeds of their pools. It knows nothing of caches,
-prices, sockets and clocks.
+sockets and clocks.
 
 Invariants (`check_invariants`): a target's sums equal the sums over its requests in flight; after every request has
 ended, every sum is zero.
@@ -175,7 +175,7 @@ class LoadTracker:
         return request
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
-        """Record the first token of a request; return False if it was recorded before."""
+        """Record the first token of a request; return False if it was recorded, or taken as come, before."""
         if not request.has_no_first_token:
             return False
         self.end_transfer(request, now)
@@ -623,7 +623,7 @@ class LoadTracker:
 
 
 def _predict_ttft_s(request: InFlightRequest, candidate: Candidate, now: float) -> float:
-    """Return the expected time to the first token of a new request, without a wait for a sequence slot."""
+    """Return the expected time to the first token of a new request, without waits for a slot or slower memory."""
     slowdown, arrival_s = request.target.slowdown, candidate.plan.arrival_s if candidate.plan else 0.0
     queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
     # The target computes earlier prompts while KV comes from another worker, so the longer of the two waits counts.

@@ -1,6 +1,6 @@
 """Alarms where predictions of the router drift from what a worker reports. No I/O.
 
-Each alarm compares a short window of finished requests, so that it comes within 50 requests and goes with its cause:
+The first four compare the last finished requests, so that they come within 50 requests and go with their cause:
 
 * `prompt_tokens`: the router counts other tokens than `usage.prompt_tokens`, by another chat template or tokenizer;
 * `cached_tokens`: predicted and reported cached tokens differ, by wrong tokens, a wrong salt or lost events;
@@ -39,7 +39,7 @@ class StallDetector:
         """Look for stalled workers; return those that have stalled, or sent bytes again, since the last call.
 
         `last_byte_s`: time of the last byte by worker, for workers with a running stream that a client reads. The
-        router itself may be stuck if all of them stand still, or if the last call is over `stall_s / 2` seconds ago.
+        router itself may be stuck if all of several stand still, or if the last call is over `stall_s / 2` seconds ago.
         Then no further worker counts as stalled.
         """
         stalled_workers = {worker: last_s for worker, last_s in last_byte_s.items() if now - last_s >= self.stall_s}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 MAX_QUEUES: Final = 4096
-"""Most queues without a waiting request that are stored."""
+"""Number of stored queues beyond which those that are not ahead of the virtual time are dropped."""
 
 
 class StartTimeFairQueueing:
