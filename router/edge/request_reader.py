@@ -43,7 +43,7 @@ ID_BYTES: Final = 4
 """Bytes of a token id in memory."""
 ESTIMATED_TOKENS_MAX: Final = 131_072
 """Largest estimate of a prompt's tokens where the context length of its model is unknown."""
-_JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
+_JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|(?:\0\0)?\xfe\xff)?[\0 \t\r\n]*\{")
 """Start of a JSON object in UTF-8, UTF-16 or UTF-32."""
 _VALUE_DECODER = msgspec.json.Decoder()
 _UNREAD_REQUEST = RoutingRequest(kind="other")

@@ -155,15 +155,21 @@ def test_no_spelling_of_a_priority_passes_the_floor(edge: Any, make_post: Any, s
     edge.run(scenario())
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_no_encoding_passes_the_floor(edge: Any, make_post: Any, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("mark", "encoding"),
+    [
+        ("", "utf-8-sig"), ("", "utf-16"), ("", "utf-16-le"), ("", "utf-16-be"), ("", "utf-32"), ("", "utf-32-be"),
+        ("\ufeff", "utf-16-be"), ("\ufeff", "utf-32-be"),
+    ],
+)  # fmt: skip
+def test_no_encoding_passes_the_floor(edge: Any, make_post: Any, mark: str, encoding: str) -> None:
     """Python's workers read JSON in any of these."""
 
     async def scenario() -> None:
         await edge.start(policy="kv", pass_routes=("/v1/own",))
         await edge.worker(edge.reply())
         for path in (b"/v1/completions", b"/v1/messages", b"/v1/embeddings", b"/v1/own"):
-            data = ' {"model": "tiny", "prompt": [1], "priority": -5}'.encode(encoding)
+            data = f'{mark} {{"model": "tiny", "prompt": [1], "priority": -5}}'.encode(encoding)
             answer = await edge.exchange(make_post(data, path))
             assert status(answer) == 400
             assert b"in UTF-8 without a byte order mark" in answer
