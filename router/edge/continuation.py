@@ -109,8 +109,8 @@ class StreamContinuation:
     """
 
     __slots__ = (
-        "_body", "_engine", "_event_template", "_fields", "_has_restarted", "_is_chat", "_sent_token_count",
-        "_wants_token_ids", "_wants_usage", "continuation_body", "recorder",
+        "_body", "_event_template", "_fields", "_has_restarted", "_is_chat", "_sent_token_count", "_wants_token_ids",
+        "_wants_usage", "continuation_body", "engine", "recorder",
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool) -> None:
@@ -125,7 +125,7 @@ class StreamContinuation:
         self._wants_usage = _USAGE_OPTION_PATTERN.search(fields.get("stream_options", b"")) is not None
 
         # The first worker.
-        self._engine = ""
+        self.engine = ""
         """Inference engine that the worker runs; empty before the request is sent."""
         self.recorder: TokenRecorder | None = None
         """Records the tokens of the answer; None if the worker does not report them."""
@@ -149,7 +149,7 @@ class StreamContinuation:
         A chat of vLLM without text is repeated: it may have begun to reason, and completions do not tell reasoning from
         text.
         """
-        return self._is_chat and (self._engine == BLOCKCAST or self._sent_token_count == 0)
+        return self._is_chat and (self.engine == BLOCKCAST or self._sent_token_count == 0)
 
     @property
     def path(self) -> bytes | None:
@@ -168,8 +168,8 @@ class StreamContinuation:
         them. A later worker gets the body for the rest of the answer, or None if it runs another engine.
         """
         if self.continuation_body is not None:
-            return (self.continuation_body,) if engine == self._engine else None
-        self._engine = engine
+            return (self.continuation_body,) if engine == self.engine else None
+        self.engine = engine
         self.recorder = None
         if self._is_exactly_continuable():
             self.recorder = TokenRecorder(removes_ids=not self._wants_token_ids)
@@ -186,9 +186,9 @@ class StreamContinuation:
         restarts penalties, the random seed and structured output, finds stop strings in new text only, and parses no
         tool calls.
         """
-        if self._engine == BLOCKCAST:
+        if self.engine == BLOCKCAST:
             return True
-        if self._engine != VLLM:
+        if self.engine != VLLM:
             return False
         restarted_penalties = ("presence_penalty", "frequency_penalty")
         restarted_parsers = ("stop", "tools", "response_format", "structured_outputs")
@@ -209,13 +209,13 @@ class StreamContinuation:
         if recorder.event_count == 0:  # the client has no event yet: repeat the whole request, once
             return None if self._has_restarted else route
         output_ids = recorder.output_ids
-        if self._engine == VLLM:  # it generates the last tokens again if their text is incomplete
+        if self.engine == VLLM:  # it generates the last tokens again if their text is incomplete
             output_ids = output_ids[: recorder.text_token_count]
         answered_tokens = len(output_ids)
         if not self._may_continue_after(answered_tokens):
             return None
         token_ids = recorder.prompt_ids + output_ids
-        if self._engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens, tokens_max) < 1:
+        if self.engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens, tokens_max) < 1:
             return None
         has_limit = route.output_tokens_max > 0
         return route.replace(
@@ -230,7 +230,7 @@ class StreamContinuation:
         """Return whether the recorded tokens are all that the client has of the answer, and more have to follow."""
         if recorder.is_unrecognized or recorder.has_finish_reason:
             return False
-        if self._engine == BLOCKCAST:
+        if self.engine == BLOCKCAST:
             return True
         # The client has ids of tokens whose text is incomplete. vLLM would generate these tokens again.
         has_incomplete_text = recorder.text_token_count < recorder.output_token_count
@@ -248,7 +248,7 @@ class StreamContinuation:
         """Prepare the request to another worker, and forget tokens that the client has not received."""
         recorder = self.recorder
         assert recorder is not None
-        recorder.rewind(drops_incomplete_text=self._engine == VLLM)
+        recorder.rewind(drops_incomplete_text=self.engine == VLLM)
         if recorder.event_count == 0:
             self._has_restarted = True
             return
@@ -267,7 +267,7 @@ class StreamContinuation:
             return self._build_chat_body(ids, answered_tokens)
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
-        if self._engine == BLOCKCAST:  # its limits count `answered_tokens` as output
+        if self.engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
         remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens, tokens_max)
         remaining_tokens_min = max((self._decode_field("min_tokens") or 0) - answered_tokens, 0)
@@ -288,7 +288,7 @@ class StreamContinuation:
 
         With our engine the token ids stand for the messages, so only the last message is sent.
         """
-        if self._engine == VLLM:
+        if self.engine == VLLM:
             return {**self._fields, "return_token_ids": True}
         resent_fields = {
             name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
@@ -398,7 +398,7 @@ class StreamContinuation:
     def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from the usage that the continuing worker reports."""
         converted_usage = dict(usage)
-        if self._engine == VLLM:
+        if self.engine == VLLM:
             converted_usage["prompt_tokens"] -= self._sent_token_count
             converted_usage["completion_tokens"] += self._sent_token_count
         details = converted_usage.get("prompt_tokens_details")

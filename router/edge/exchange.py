@@ -648,15 +648,13 @@ class Exchange:
 
     def _build_continuation_route(self, route: RouteRequest) -> RouteRequest | None:
         """Return the core's request for the rest of a streamed answer; None if no worker can continue it."""
-        decision, continuation = self.context.decision, self.context.continuation
+        continuation = self.context.continuation
         if continuation is None or continuation.recorder is None:  # the tokens that the client has are unknown
             return route if self._may_repeat() else None
         continuation_route = continuation.build_continuation_route(route, self.context.model_tokens_max)
-        if continuation_route is None or continuation_route is route or decision is None:
+        if continuation_route is None or continuation_route is route:
             return continuation_route
-        same_engine_workers = self._proxy.workers.find_workers_of_same_engine(decision.worker)
-        if not same_engine_workers:
-            return continuation_route
+        same_engine_workers = self._proxy.workers.find_workers_of_engine(continuation.engine)
         if route.allowed_workers is not None:
             same_engine_workers &= route.allowed_workers
         return continuation_route.replace(allowed_workers=same_engine_workers)

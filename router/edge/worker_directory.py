@@ -55,7 +55,6 @@ class WorkerDirectory:
         worker = self._workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 
-    def find_workers_of_same_engine(self, worker_id: str) -> frozenset[str]:
-        """Return the ids of the workers that report the same engine as this one."""
-        engine = self.get_engine(worker_id)
+    def find_workers_of_engine(self, engine: str) -> frozenset[str]:
+        """Return the ids of the workers that report this engine."""
         return frozenset(name for name, worker in self._workers.items() if worker.spec.engine == engine)

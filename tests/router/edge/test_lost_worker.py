@@ -126,6 +126,34 @@ def test_where_nobody_else_can_take_it_the_answer_is_waited_for(
     edge.run(scenario())
 
 
+def test_an_answer_that_breaks_off_after_its_worker_was_removed_goes_on_at_one_of_its_engine(
+    edge: Any, make_post: Any
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        breaks, log = asyncio.Event(), list[str]()
+
+        async def break_off(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            speaks = asyncio.ensure_future(speaking(2, asyncio.Event(), log, "a")(received, reader, writer))
+            await breaks.wait()
+            speaks.cancel()
+            writer.transport.abort()
+
+        a = await edge.worker(break_off, "a", engine="vllm")
+        body = json.dumps({**BODY, "stream": True}).encode()
+        asked = asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions")))
+        await edge.until(lambda: a.received)
+        await edge.until(lambda: any(one.context.progress.read_count > 1 for one in edge.proxy.exchanges.values()))
+        for name, engine in (("b", ""), ("c", "blockcast"), ("d", "vllm")):
+            await edge.worker(speaking(None, breaks, log, name), name, engine=engine)
+        lose(edge, "a", "removed")
+        breaks.set()
+        assert text_of(await asked) == "".join(WORDS)
+        assert log == ["a", "d"]
+
+    edge.run(scenario())
+
+
 @pytest.mark.parametrize("how", ["down", "removed", "breaks"])
 def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, make_post: Any, how: str) -> None:
     """Of an engine whose answers cannot be continued, and of an API for which nothing is noted."""
