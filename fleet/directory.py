@@ -78,7 +78,7 @@ class MemberLink:
 class DirectoryActor:
     """Actor that starts, watches and stops the members of one fleet.
 
-    Its public methods are called by the command line and return at once.
+    Its public methods are called by the command line, and wait at most until a pass of the thread has ended.
     """
 
     def __init__(self, name: str, initial_state: bytes) -> None:

@@ -7,7 +7,7 @@ annotated with its type, its range, one line of help, and a second text where th
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
     core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.congestion_weight
 
-Only a section may have no help; it is then set by its fields, not as a whole.
+Only a section may have no help; it then has no variable and no line in the reference, only its fields have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From request bodies to token ids: schemas, chat templates, tokenizing.
 
-The same code runs in the engine and in the router, so that both always get equal ids. Imports no other room and needs
-no torch. Start at `parse_chat` / `parse_completion` / `parse_routing` and `Tokenizer`.
+The same code runs in the engine and in the router, so that both always get equal ids. Imports only the room `options`,
+and needs no torch. Start at `parse_chat` / `parse_completion` / `parse_routing` and `Tokenizer`.
 """
 
 from prompts.chat_template import ChatTemplate, ChatTemplateError

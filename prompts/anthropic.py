@@ -355,7 +355,7 @@ def convert_turns(turns: list[MessageTurn], *, skips_system: bool) -> list[Messa
 
 
 def _join_system_texts(content: str | list[MessageBlock]) -> str:
-    """Join the texts of a system message, without a billing line, which changes with every request."""
+    """Join the texts of a system message, without those that begin with a billing line, which every request changes."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING_LINE) else content
     texts = [block.text for block in content if block.type == "text" and block.text]
@@ -363,7 +363,7 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
 
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
-    """Append the chat messages for one message: one for each result of a tool, then one for all other blocks."""
+    """Append the chat messages for one message: those of each result of a tool, then one for all other blocks."""
     if role == "user":
         for block in blocks:
             if block.type == "tool_result":

@@ -35,7 +35,7 @@ TRIAL_S_MAX = 0.1
 
 
 class ChatTemplateError(ValueError):
-    """A template that does not compile, or a model that has none."""
+    """A template that is too long, or does not compile."""
 
 
 class TemplateLimitError(RequestError):
@@ -214,7 +214,7 @@ class ChatTemplate:
 
 
 def _add_reasoning_names(message: Message) -> Message:
-    """Give reasoning under all three names that templates read; the newest name wins."""
+    """Give reasoning under all three names that templates read; a missing name gets the text of the first present."""
     if _REASONING_NAMES.isdisjoint(message):
         return message
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)

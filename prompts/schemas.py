@@ -24,9 +24,9 @@ _ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(?P<half>\\u[dD][89a-fA-
 _ESCAPES_SEARCHED_MAX = 1_000_000
 _LIST_INDEX = re.compile(r"\[[^\[\]]*\]")
 
-# What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
-# overflow, or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids,
-# the context) are checked where it is known. The engine's SamplingParams are made of the same types.
+# What a client may ask. Each of these numbers has two ends and each text a longest length, so that none can overflow,
+# or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids, the context)
+# are checked where it is known. The engine's SamplingParams are made of the same types.
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64

@@ -1,8 +1,8 @@
 """Fields by which routers and engines agree which worker computes a request and where its KV is. No I/O.
 
 A client that sets such a field can make a worker fetch KV from any address, which may end the worker's process or
-poison its cache. So a router removes these fields from the requests of clients and from the answers of workers. The
-lists have the fields of vLLM, SGLang, TensorRT-LLM and Dynamo.
+poison its cache. So a router removes these fields from the requests of clients, and blanks those that answers have
+(router/edge/response_redactor.py). The lists have the fields of vLLM, SGLang, TensorRT-LLM and Dynamo.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Metrics:
     crashes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(boundary, type of the exception) -> unexpected exceptions that were caught there."""
     request_buffer_bytes: int = 0
-    """Bytes of requests that arrive or are in flight now (router/http/budget.py)."""
+    """Bytes of requests and of unread answers (router/http/budget.py)."""
     refused_bytes: Counter[str] = field(default_factory=Counter)
     refused_by_key: Counter[str] = field(default_factory=Counter)
     """bound -> requests that would have exceeded it."""

@@ -1,7 +1,7 @@
 """`/dashboard`: one self-contained page, and the updates that it asks for once a second.
 
 Owns what the page shows beside `/workers`: the latest decisions with the terms of every candidate, and five minutes of
-totals. Candidates' terms are recorded only while somebody watches.
+totals. Candidates' terms are recorded while somebody watches, and for decisions that are logged.
 """
 
 from __future__ import annotations

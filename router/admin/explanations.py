@@ -40,7 +40,7 @@ class ExplanationRoutes:
         """Answer `POST /route`: explain to which worker a request with these headers and this body would go now.
 
         `?path=` names the route that the request is for. Without it, the body tells whether it is a chat or a
-        completion. Nothing is sent to a worker, and no state changes.
+        completion. The request is not forwarded, and changes no later decision.
         """
         context = RequestContext(request, "", self._now(), "explained")
         await self._request_reader.read(context, _read_explained_path(request))

@@ -76,7 +76,7 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
     return [
         Row("requests", "Requests that ended, by route, model and outcome.",
             metrics.requests, ("route", "model", "outcome")),
-        Row("decisions", "Attempts sent to each worker.", metrics.decisions, ("worker",)),
+        Row("decisions", "Ended requests, by the worker chosen last.", metrics.decisions, ("worker",)),
         Row("attempt_failures", "Attempts that failed, by worker and kind of failure.",
             metrics.failures, ("worker", "kind")),
         Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
@@ -88,7 +88,7 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
         Row("kv_transfer_planned_bytes", "Bytes of these tokens, for workers that tell how many bytes a token has.",
             metrics.transfers.planned_bytes, ("kind",)),
         Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",)),
-        Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind")),
+        Row("crashes", "Unexpected exceptions that were caught.", metrics.crashes, ("where", "kind")),
         Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",)),
         Row("refused_by_key", "Requests refused because their API key has too much in flight.",
             metrics.refused_by_key, ("bound",)),

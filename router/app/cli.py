@@ -135,9 +135,9 @@ CHECKED_PATHS = (
 """Settings that `router check` reads."""
 CHECK_HELP = """Check what would keep predictions for the workers of URL... from being exact.
 
-Checks events and their addresses, tokenizers, chat templates, salts, adapters and caches. Sends each worker one prompt
-of random words up to six times, after a question. Takes all flags of `router run`, and those below matter. Ends with
-status 1 if something is wrong.
+Checks events and their addresses, tokenizers, chat templates, salts, adapters and caches. Sends each worker up to five
+prompts of random words, after a question. Takes all flags of `router run`, and those below matter. Ends with status 1
+if something is wrong.
 
 \b
   router check http://gpu1:8000 http://gpu2:8000
@@ -164,7 +164,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     if not worker_flags:
         raise click.UsageError("no workers: name their URLs")
     if not yes:
-        question = f"Send up to six short requests to each worker ({len(worker_flags)})?"
+        question = f"Send up to five short prompts to each worker ({len(worker_flags)})?"
         click.confirm(question, default=True, abort=True, err=True)
     checking = check_workers(
         worker_flags,

@@ -210,7 +210,7 @@ class ProcessConfig:
 class EppConfig(ProcessConfig):
     """Settings of `router epp`, which chooses workers for Envoy's requests; Envoy itself forwards the requests.
 
-    `port` is the gRPC port at which Envoy asks. HTTP serves metrics and admin routes only.
+    `port` is the gRPC port at which Envoy asks. HTTP serves the router's own routes only.
     """
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(),

@@ -60,7 +60,8 @@ def compute_streams_max(limit: int) -> int:
 def compute_worker_requests_max(limit: int) -> int:
     """Return how many requests of the router itself may wait for workers at once: an eighth of `limit` descriptors.
 
-    A worker that does not answer holds up to three until they time out, and healthy workers are checked meanwhile.
+    It is at least 100. A worker that does not answer holds up to three until they time out, and healthy workers are
+    checked meanwhile.
     """
     return max(100, limit // 8)
 

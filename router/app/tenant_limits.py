@@ -93,8 +93,8 @@ class TenantLimits:
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
         """Apply the settings of a request's API key to `route`; return the fields to set in the body for the worker.
 
-        The settings are a share of the queue, a least priority, and a cache salt, with which no two keys share cached
-        blocks. Sessions are named after the tenant too, so that no two keys share a session.
+        The settings are a share of the queue, a smallest priority number, and a cache salt, with which no two keys
+        share cached blocks. Sessions are named after the tenant too, so that no two keys share a session.
         """
         tenant, body = context.tenant, context.body
         assert body is not None

@@ -1,8 +1,8 @@
 """`router check`: find what would keep predictions for a worker from being exact.
 
 Each step asks the worker something, and ends in a Finding that says what is wrong and what to do. A step that needs the
-result of a failed one is left out. One prompt of random words is sent, at most six times, and answered with one token.
-The words are random so that the worker has nothing of the prompt cached.
+result of a failed one is left out. One prompt of random words is sent up to four times, and for an adapter a second one
+that begins elsewhere; each is answered with one token. The words are random, so that none of them is cached before.
 """
 
 from __future__ import annotations

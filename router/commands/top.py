@@ -140,7 +140,7 @@ def _format_tokens(count: int) -> str:
 
 
 def _choose_colour(row: WorkerRow) -> str | None:
-    """Return the colour of a row: none if the worker is well, yellow for an alarm, red if it takes no requests."""
+    """Return the colour of a row: none if the worker is well, yellow for an alarm, red if it answers none."""
     if row.cells[1] not in ("up", "draining"):
         return "red"
     return "yellow" if row.problem else None

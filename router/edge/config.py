@@ -31,7 +31,7 @@ WorkerField = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}$", title="NAME", e
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Checked a few times a second, so an expiry can come up to `sweep_s` late."""
+    """All but `connect_s` are checked every `sweep_s`, so an expiry can come so much late."""
 
     connect_s: Annotated[Seconds, Flag("--connect-timeout"), "Longest wait for a connection to a worker."] = 5.0
     first_byte_s: Annotated[Seconds, Flag("--first-byte-timeout"),

@@ -42,7 +42,7 @@ _PROMPT_FIELDS = frozenset((
     "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
     "return_token_ids", "request_id", "metadata", "store", "prompt_cache_key", "safety_identifier",
 ))
-"""Fields that make the prompt, and have no effect on later tokens."""
+"""Fields that the request for the rest does not repeat: its token ids and its own limits stand for them."""
 _CHAT_OUTPUT_FIELDS = frozenset((
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "continue_final_message",
     "max_completion_tokens",

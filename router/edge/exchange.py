@@ -445,8 +445,8 @@ class Exchange:
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Handle the end of the worker's connection: complete the answer, send the request again, or fail the attempt.
 
-        `is_stale`: whether a kept-alive connection was closed while the request was written. Engines do that at any
-        time, so the request is sent once more over a new connection, and no failure is counted.
+        `is_stale`: whether a kept-alive connection was closed before the first byte of the answer. Engines do that at
+        any time, so the request is sent once more over a new connection, and no failure is counted.
         """
         head, decision, self._connection = self._response_head, self.context.decision, None
         if head is not None:

@@ -192,7 +192,7 @@ class Proxy:
             self.end_crashed(exchange, error)
 
     def tick_core(self, now: float) -> None:
-        """Run the core's timers that are due. Call every few milliseconds."""
+        """Run the core's timers that are due. Call every tick."""
         due_at_s = self.core.next_tick()
         if due_at_s is not None and due_at_s <= now:
             self.perform(self.core.tick(now))

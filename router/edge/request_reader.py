@@ -50,7 +50,7 @@ _UNREAD_REQUEST = RoutingRequest(kind="other")
 
 
 def is_worker_path(path: str) -> bool:
-    """Return whether the requests of a path are for workers. The list of models is the exception under /v1."""
+    """Return whether a path is of the workers' API, of which the router itself answers some, as the list of models."""
     return path.startswith("/v1/") or path in TOKENIZE_PATHS
 
 

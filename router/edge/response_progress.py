@@ -16,7 +16,7 @@ TAIL_READS: Final = 4
 """Reads at the end of an answer that are kept to find its `usage`, with at most TAIL_BYTES of each."""
 RESPONSES_PATH: Final = "/v1/responses"
 FIRST_BYTES: Final = 2048
-"""Bytes kept of the start of an answer: the event that starts a message may have the only usage of the prompt."""
+"""Least bytes kept of the start of an answer: the event that starts a message may have the only usage of the prompt."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE_PATTERN = re.compile(rb'"usage"\s*:\s*\{')
 _FINAL_EVENT = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"

@@ -19,12 +19,12 @@ _MS_OF_DAY: Final = 86_400_000
 
 
 class RoutingHeaders(msgspec.Struct, eq=False):
-    """HTTP headers by which a client controls the routing of its request. An attribute is None without its header."""
+    """HTTP headers by which a client controls the routing of its request."""
 
     model: str | None = None
     """Model that replaces the one in the body."""
     session: NameByMeaning = msgspec.field(default_factory=dict)
-    """Names of the conversation's session and its parent session."""
+    """Names in headers: of the session, its agent, and what started them; and whether this is its last request."""
     priority: int | None = None
     """Priority that replaces the one in the body."""
     deadline_ms: int | None = None
@@ -73,7 +73,7 @@ class ResolvedModel(msgspec.Struct, frozen=True, gc=False):
     tokens_max: int | None = None
     """Longest context in tokens; None if it is unknown."""
     is_renamed: bool = False
-    """Whether the body of the request has another model, or none."""
+    """Whether the request names a model, and its body has another one or none."""
 
 
 def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -83,7 +83,7 @@ class UpstreamUser(Protocol):
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Handle the end of the connection. The answer is complete if its body may end in this way, else it failed.
 
-        `is_stale`: whether a kept-alive connection, idle until then, was closed while the request was written.
+        `is_stale`: whether a kept-alive connection, idle until then, was closed before the first byte of the answer.
         """
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
@@ -343,7 +343,7 @@ class UpstreamPool:
         return UpstreamConnection(self, target)
 
     async def connect(self, connection: UpstreamConnection) -> None:
-        """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
+        """Open a connection. Raises OSError (also for TLS and name errors), UnicodeError or asyncio.TimeoutError."""
         loop, target = asyncio.get_running_loop(), connection.target
         ssl_context = self._ssl_context if target.is_tls else None
         connecting: Coroutine[Any, Any, Any]

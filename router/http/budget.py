@@ -13,7 +13,7 @@ from router.http.config import HttpLimits
 from router.metrics import Metrics
 
 UNCOUNTED_BYTES: Final = 16 * 1024
-"""Bytes of a connection that are not counted, so that small requests pass while large ones wait."""
+"""A connection with no more bytes than these is not counted, so that small requests pass while large ones wait."""
 
 
 class BufferBudget:

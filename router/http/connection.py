@@ -22,8 +22,8 @@ from router.http.local_replies import JSON, Header, build_refusal, build_respons
 from router.http.request import HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
-"""Unsent bytes of an answer at which reading from its worker, and of the next request, is paused. Bytes beyond this are
-charged to the budget."""
+"""Unsent bytes of an answer at which reading from its worker, and of the next request, is paused. Then all unsent bytes
+are charged to the budget."""
 LINGER_S: Final = 2.0
 """Time for which an early error stays readable while the client is still sending."""
 MAX_PIPELINED_BYTES: Final = 64 * 1024
@@ -322,7 +322,7 @@ class ClientConnection(asyncio.Protocol):
             self._resume_requests()
 
     def crash(self, error: Exception) -> None:
-        """End the current request, and nothing else, because its responder raised `error`."""
+        """End the current request with an error 500, or by closing the connection, as its responder raised `error`."""
         self._app.record_crash("client", error)
         self._queued_request = None
         self._cancel_responder()

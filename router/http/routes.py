@@ -1,6 +1,6 @@
 """Routes: which handler answers a method and a path, and how its answer reaches the client.
 
-Paths may have one `*`. Covers HEAD, 403, 404, 405, and asynchronous handlers.
+Paths may have one `*` or end with `**`. Covers HEAD, 404, 405, and asynchronous handlers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Routes:
         self._route_by_method_and_path: dict[tuple[str, str], _Route] = {}
 
     def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
-        """Serve `path`. Its second segment may be `*`, or its rest from there `**`."""
+        """Serve `path`. Its second segment may be `*`, or its rest after that segment `**`."""
         self._route_by_method_and_path[method, path] = _Route(handler, public)
 
     def is_public(self, request: HttpRequest) -> bool:

@@ -196,7 +196,7 @@ class ConversationCache:
         """Store the conversation that was read from a body. It replaces `predecessor`, of which it is a later turn.
 
         A conversation of more than a quarter of the cache is not stored. If the cache is full, the least recently used
-        conversations are dropped; if too many boundaries share a key, the oldest of them.
+        conversations are dropped; if too many boundaries share a key, the conversation of the oldest.
         """
         if predecessor is not None:
             self._drop(predecessor)

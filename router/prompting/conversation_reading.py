@@ -26,7 +26,7 @@ from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_mes
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS, is_system_message
 
 GROWTH_BYTES_MIN = 1024
-"""A cached conversation is replaced by one that is longer by this number of bytes, or by a 32nd."""
+"""A turn has a cache entry of its own if it adds so many bytes to those before its boundary, and a 32nd of them."""
 TRAILING_MESSAGES = 3
 """Last messages that a client's next request may change: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2

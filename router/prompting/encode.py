@@ -30,7 +30,7 @@ TOKENS_MAX = 2**21
 CHARS_PER_TOKEN_MAX = 16
 """Characters of text that are encoded for each token that the model takes; a longer prompt has too many tokens."""
 COUNTED_CHARS = 4 << 20
-"""Text up to this length is always encoded whole, so that an error can say how many tokens a prompt has."""
+"""Text up to this length is encoded whole, so that an error can say how many tokens a prompt has."""
 CHARS_PER_TOKEN = 4
 """Estimated characters of a token."""
 OBJECTS_MAX = 50_000
@@ -106,7 +106,7 @@ class RenderedPrompt(msgspec.Struct, eq=False):
     is_whole: bool = True
     """Whether the text was encoded to its end."""
     chat: RoutingRequest | None = None
-    """The chat that was rendered, if its text was encoded to the end."""
+    """The chat that was rendered, if its text is not too long for the model."""
     text: str = ""
 
 

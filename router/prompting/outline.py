@@ -52,7 +52,7 @@ class Outline(NamedTuple):
 
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
-    """Return the fingerprints of a chat; None if the request is no chat, or is nested too deeply to be digested."""
+    """Return the fingerprints of a chat; None if the request cannot be read as one, or is nested too deeply."""
     try:
         if request.source is not None:
             request = convert_source_to_chat(request, None, keeps_system_in_place=True)

@@ -32,7 +32,7 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     conversation: CachedConversation | None = None
     """Cache entry that reads the next turn of this conversation faster."""
     size: PromptSize | None = None
-    """Size of all prompts of the body; None if `token_ids` is None."""
+    """Size of all prompts of the body; None if the first one was not encoded."""
     outline: Outline | None = None
     """Outline of the messages, if it was made along with the prompt."""
 

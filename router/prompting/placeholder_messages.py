@@ -26,11 +26,11 @@ PARTS_MAX: Final = 16
 EDGE_CHARS: Final = 16
 """Characters kept at each end of a shortened text."""
 FILLER: Final = "qz7vkx"
-"""Letters in every shortened text, by which text of placeholders is recognised in a rendered prompt."""
+"""Letters in the shortened texts of `_FILLED_FIELDS`, by which placeholders are recognised in a rendered prompt."""
 SYSTEM_FILLER: Final = "w9jxhp"
 """The filler of system texts and tools, which templates may write after later messages."""
 _ITEMS_MAX: Final = 2
-"""Items kept at each end of a list, and of an object deep in a message."""
+"""Items kept at each end of a list, and at the start of an object deep in a message."""
 _DEPTH_MAX: Final = 6
 _MARKER: Final = re.compile(
     r"""(?P<q1>['"])(?P<left>[^'"]{3,64})(?P=q1)\s+(?:not\s+)?in\b

@@ -35,7 +35,7 @@ log = logging.getLogger("router")
 
 TEMPLATE_TRIALS_MAX = 2
 START_S_MAX = 30.0
-"""Time for starting a process, for loading a tokenizer, and for the trial of a chat template."""
+"""Time for starting a process and finding the fields of a body, for loading a tokenizer, and for a template's trial."""
 
 
 class ReadTask(msgspec.Struct):
@@ -94,7 +94,7 @@ class PromptWorkerPool:
         """Tenant -> bytes of its bodies that wait or are being read."""
         self.cpu_s = 0.0
         self.counts: Counter[str] = Counter()
-        """Outcome -> bodies: read, unread, refused (no JSON), full, full_for_tenant, failed."""
+        """Outcome -> bodies: read, unread, refused (malformed), full, full_for_tenant, failed."""
 
     @property
     def waiting_bytes(self) -> int:

@@ -70,7 +70,7 @@ class BodyToRead(msgspec.Struct, frozen=True, eq=False):
 
 
 class PromptReader:
-    """Reads the prompts of all requests to one router. Thread-safe, but tokenizers are loaded on the event loop."""
+    """Reads the prompts of all requests to one router. For one event loop; only `tokenize` is thread-safe."""
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ def _compare_cached_and_full_tokens(
 
 
 def _make_bodies(conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the bodies of the requests of a conversation, each up to a later message of the user or of a tool."""
+    """Yield the bodies of the requests of a conversation, each up to a later message that is not the assistant's."""
     for end, message in enumerate(conversation, 1):
         if end > 1 and message["role"] != "assistant":
             yield msgspec.json.encode({"messages": conversation[:end], **fields})

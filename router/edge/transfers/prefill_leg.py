@@ -59,7 +59,8 @@ class PrefillOwner(Protocol):
 class PrefillLeg:
     """One request to a worker (the source) that computes a prompt, so that another worker can fetch its KV and decode.
 
-    Calls `on_prefill_computed` or `on_prefill_failed` of its owner once, unless it is closed before.
+    Unless it is closed before, it calls `on_prefill_computed` or `on_prefill_failed` of its owner, or both: the worker
+    may go down after the prefill, before its KV was fetched.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class PrefillLeg:
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Handle the end of the connection to the prefill's worker: resend the request, complete the answer, or fail.
 
-        `is_stale`: whether a kept-alive connection was closed while the request was written.
+        `is_stale`: whether a kept-alive connection was closed before the first byte of the answer.
         """
         connection, self._connection = self._connection, None
         assert connection is not None
