@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
+import select
 import socket
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 _BOOTSTRAP = (
@@ -16,6 +20,10 @@ _BOOTSTRAP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "sys.exit(importlib.import_module(sys.argv[2]).main(*map(int, sys.argv[3:])))"
 )
+
+
+EXIT_GRACE_S = 5.0
+"""Longest that a child process outlives its parent."""
 
 
 def raise_file_limit() -> int:
@@ -61,3 +69,19 @@ def start_child(module: str, *numbers: int) -> tuple[subprocess.Popen[bytes], so
             stdin=subprocess.DEVNULL,
         )
     return process, parent_socket
+
+
+def exit_when_closed(fd: int) -> None:
+    """End this process EXIT_GRACE_S after the other end of the socket `fd` is closed, even if this process is blocked.
+
+    A model that is loaded, or a device that hangs, may block a process for minutes.
+    """
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(fd, 0)  # poll reports the end of a connection in any case
+        poll.poll()
+        time.sleep(EXIT_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -10,8 +10,6 @@ import logging
 import os
 import select
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -49,7 +47,8 @@ from engine.parallel.messages import (
     StartRunner,
     WriteBlocks,
 )
-from engine.parallel.ranks import GRACE_S, LOOPBACK
+from engine.parallel.ranks import LOOPBACK
+from options.system import exit_when_closed
 
 log = logging.getLogger("engine.follower")
 
@@ -124,7 +123,7 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     """
     faulthandler.enable()
     connection = Connection(fd)
-    _exit_when_closed(connection)
+    exit_when_closed(fd)
     follower = Follower(rank, size)
     try:
         has_joined_group = _execute_messages(connection, follower, size, port)
@@ -195,19 +194,7 @@ def _receive_messages(connection: Connection) -> Iterator[LeaderMessage]:
         yield decoder.decode(payload)
 
 
-def _is_hung_up(connection: Connection, timeout_ms: int = 0) -> bool:
+def _is_hung_up(connection: Connection) -> bool:
     poll = select.poll()
     poll.register(connection, 0)  # poll reports the end of a connection in any case
-    return bool(poll.poll(timeout_ms))
-
-
-def _exit_when_closed(connection: Connection) -> None:
-    """End this process soon after its socket is closed, even if a collective operation blocks it."""
-
-    def wait() -> None:
-        while not _is_hung_up(connection, 60_000):
-            pass
-        time.sleep(GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    return bool(poll.poll(0))

@@ -2,7 +2,7 @@
 
 Between steps the loop reads from its socket without waiting; while idle, it sleeps until the socket has data. It never
 waits to write: bytes that do not fit are sent later, and are bounded by the tokens of the requests in flight. When the
-socket closes, for whatever reason, the process ends, so that no process is left over.
+socket closes, for whatever reason, the process ends within seconds, so that no process is left over.
 
 Knows nothing of HTTP, text or clients. The other end is `engine.process.client`; the messages are in
 `engine.messages`.
@@ -40,6 +40,7 @@ from engine.messages import (
 )
 from engine.types import Request, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
+from options.system import exit_when_closed
 
 STATS_PERIOD_S = 0.1
 SEND_FATAL_TIMEOUT_S = 5.0
@@ -244,6 +245,7 @@ def main(fd: int) -> int:
     """
     faulthandler.enable()
     keep_freed_memory()
+    exit_when_closed(fd)
     sock = socket.socket(fileno=fd)
     config = _receive_config(sock)
     if config is None:

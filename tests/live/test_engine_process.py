@@ -21,6 +21,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.messages import encode_frame
 from engine.tiny.tokenizer import write_tokenizer
+from options.system import start_child
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,6 +202,22 @@ def test_no_orphan_when_the_server_is_killed(start_engine: Any) -> None:
     core = engine.core_pid()
     engine.process.kill()
     wait_until(lambda: not alive(core))
+
+
+def test_a_core_that_still_starts_ends_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core whose server was killed kept its memory until the model was loaded, and longer if its device hung."""
+    (tmp_path / "endless_core.py").write_text(
+        "import time\nfrom engine.process import core_process\n"
+        "core_process.assemble = lambda config: time.sleep(600)\nmain = core_process.main\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process, server_socket = start_child("endless_core")
+    with server_socket:
+        server_socket.sendall(encode_frame(msgspec.msgpack.encode(EngineConfig())))
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
 
 
 def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> None:
