@@ -4,7 +4,8 @@ The fleet's members of one kind have numbered slots. `plan_actions` is called re
 
 * no slot has two members, and there are never more members than wanted, or one more (`surge`) during a replacement;
 * a worker that is up is drained before it is stopped;
-* old members are replaced one by one, the next only when all are up, so that a broken version replaces only one.
+* old members that are up are replaced one by one, the next only when all are up, so that a broken version replaces only
+  one.
 
 A program that ends is started again by its own actor, so it stays the same member.
 """

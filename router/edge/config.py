@@ -52,7 +52,7 @@ class EdgeConfig:
     client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
         "Key that clients must send; ROUTER_API_KEY sets it too.",
-        "Clients send it as Authorization: Bearer KEY, or x-api-key, with every request under /v1.",
+        "Clients send it as Authorization: Bearer KEY, or x-api-key, with every request under /v1 or to /tokenize.",
     ] = field(default=(), repr=False)
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
         "Pass this route to workers as well; /v1/x/* stands for all below it."] = ()

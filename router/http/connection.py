@@ -129,7 +129,7 @@ class Application(Protocol):
         """Answer an admitted request, now or later."""
 
     def record_rejection(self, status: int) -> None:
-        """Count a connection that sent no valid request."""
+        """Count a request, or a handshake, that was refused."""
 
     def record_crash(self, place: str, error: Exception) -> None:
         """Count and log an exception that is a fault of the router. The caller ends its request."""
