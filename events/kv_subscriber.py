@@ -58,12 +58,12 @@ class EventFilter:
         return not self.holders or any(holder in stream_id for holder in self.holders)
 
     def matches(self, event: Event) -> bool:
-        """Return whether to show an event. The event that clears the cache is of every group and medium."""
+        """Return whether to show an event. One that clears a cache is of every group, and without a medium of all."""
         shown_classes = tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)
         if shown_classes and not isinstance(event, shown_classes):
             return False
         if isinstance(event, events.AllBlocksCleared):
-            return True
+            return not self.media or event.medium is None or event.medium in self.media
         if self.groups and (event.group_idx or 0) not in self.groups:
             return False
         return not self.media or event.medium in self.media
@@ -122,7 +122,7 @@ def format_hashes(hashes: list[int | bytes]) -> str:
 
 def format_event(event: Event, *, show_tokens: bool) -> str:
     if isinstance(event, events.AllBlocksCleared):
-        return "Cleared  everything"
+        return f"Cleared  {event.medium or 'everything'}"
     location = f"group {event.group_idx or 0} {event.medium or '?'}"
     if isinstance(event, BlockRemoved):
         return f"Removed  {location}: {format_hashes(event.block_hashes)}"

@@ -22,10 +22,12 @@ from block_hash import hash_block
 from events import (
     FULL_ATTENTION,
     GPU,
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     DecodeError,
     DroppedMessages,
+    EventBatch,
     EventPublisher,
     KVEventsConfig,
     Message,
@@ -35,6 +37,7 @@ from events import (
     decode_batch,
 )
 from events.kv_subscriber import EventFilter, format_json_lines, format_text_lines
+from events.types import DecodedBatch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "events.kv_subscriber"]
@@ -140,6 +143,14 @@ def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) 
     assert result.returncode == 1
     assert result.stderr.startswith("kv_subscriber: the package `events` was overwritten")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_medium_that_is_cleared_is_named_and_selected() -> None:
+    batch = EventBatch(1.0, [AllBlocksCleared("CPU"), AllBlocksCleared()])
+    message = Message("a", b"", 0, b"", Origin.LIVE, DecodedBatch(batch))
+    texts = [line.split(" ", 4)[4] for line in format_text_lines(message, EventFilter(), show_tokens=False)]
+    assert texts == ["Cleared  CPU", "Cleared  everything"]
+    assert len(list(format_text_lines(message, EventFilter(media=("GPU",)), show_tokens=False))) == 1
 
 
 def test_dropped_messages_are_told() -> None:
