@@ -370,7 +370,7 @@ def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
 def _set_final_blocks(earlier: SimRequest, request: SimRequest) -> None:
     """Set the blocks of an earlier request and its answer from the prompt that continues it, unless it differs."""
     full_blocks = earlier.full_block_count
-    total_blocks = (earlier.prompt_tokens + earlier.output_tokens) // earlier.block_size
+    total_blocks = (earlier.prompt_tokens + earlier.output_tokens - 1) // earlier.block_size
     known_block_count = min(total_blocks, request.full_block_count)
     if earlier.final_block_ids or known_block_count < full_blocks:
         return

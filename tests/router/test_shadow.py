@@ -74,6 +74,13 @@ def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
     assert requests[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
 
 
+def test_the_last_token_of_an_answer_fills_no_block() -> None:
+    first = observe(1, 0.0, [1, 2], end_s=1.0, output_tokens=32)
+    second = observe(2, 2.0, [1, 2, 3, 4, 5], continues=1)
+    requests = make_workload([first, second], 16, waits=True).requests
+    assert requests[0].final_block_ids == requests[1].block_ids[:3]
+
+
 def test_a_name_under_which_one_thing_comes_after_the_other_is_a_users() -> None:
     first = observe(1, 0.0, [1], end_s=1.0, user="a")
     other = observe(2, 0.5, [2], end_s=9.0, user="b")
