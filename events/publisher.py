@@ -7,7 +7,7 @@ A shell: owns the PUB and ROUTER sockets, the thread that serves them and the cl
   them for the ring of the newest batches and sends them, and answers replay and snapshot requests.
 
 Invariants: every published batch reaches the resident set and the ring, in order, even if it is not sent live, because
-more than `max_queue_size` others wait behind it: subscribers see a gap and ask for its replay.
+`max_queue_size` others wait behind it: subscribers see a gap and ask for its replay.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LIVE_SLICE = 256
 BUSY_PEERS_WAIT_MS = 5
 """Pause before replies are tried again whose peers took nothing; a poll does not report when a peer is ready."""
 MAX_MESSAGES_AHEAD = 128
-"""Messages of a reply that wait in its socket: a peer makes progress with half as many, each of up to 1,024 blocks.
+"""Messages of a reply that wait in its socket: a peer makes progress with half as many, each of some 1,000 blocks.
 
 With 16 of them, the socket was empty for most of BUSY_PEERS_WAIT_MS: 10,000 batches took 3.8 s instead of 0.3 s.
 """
@@ -128,7 +128,7 @@ class EventPublisher:
     # The caller's side
 
     def publish(self, events: Iterable[Event]) -> None:
-        """Publish the events of a step. The caller must not change them; the publisher's thread reads them."""
+        """Publish the events of a step, which the publisher's thread reads later. Raises RuntimeError after `close`."""
         if not events:
             return
         now = time.time()
@@ -154,7 +154,7 @@ class EventPublisher:
         )
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Send the waiting batches and close, in at most about twice `linger_s`. May be called twice."""
+        """Send the waiting batches, then wait up to `linger_s` for each socket and close. May be called twice."""
         with self._lock:
             if self._is_closing:
                 return

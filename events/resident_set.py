@@ -62,7 +62,7 @@ class ResidentSet:
         return list(self._block_by_key.values())
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Apply a batch. An event that breaks an invariant is skipped; the first such error is raised at the end."""
+        """Apply a batch. The rest of an event that breaks an invariant is skipped; the first error is raised last."""
         first_error: InvariantError | None = None
         for event in events:
             try:

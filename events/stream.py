@@ -14,7 +14,9 @@ one replaces it. Buffers are bounded, and a batch that does not fit becomes a ga
     SNAPSHOT  chunks and S came                                       LIVE
               the publisher has none                                  REBUILD
     REBUILD   the whole ring was replayed                             LIVE
-    any       nobody answers                                          LIVE, empty, with what comes; asks again later
+    any       nobody answers                                          LIVE, empty, with what comes
+
+With StartMode.SNAPSHOT the last one asks again later; with others, REBUILD takes the place of SNAPSHOT.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ class StreamState:
 
     @property
     def position(self) -> StreamPosition | None:
-        """The last applied batch, to be passed as `resume_position`; None before the first."""
+        """The last applied batch, to be passed as `resume_position`; None if it, or its digest, is unknown."""
         if self._next_seq is None:
             return None
         last_digest = self._digest_by_applied_seq.get(self._next_seq - 1)
@@ -252,7 +254,7 @@ class StreamState:
         return bool(previous_id) and self._publisher_id != previous_id
 
     def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
-        """Handle a request that got no complete reply: request again, at most `max_attempts` times in a row.
+        """Handle a request that got no complete reply: request again, until `max_attempts` in a row have failed.
 
         After that, a replay is given up, and a snapshot is replaced by a replay of all batches that are left.
         """

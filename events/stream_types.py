@@ -1,4 +1,4 @@
-"""Types of stream.py: start modes, phases, bounds, counters and instructions.
+"""Types of stream.py: start modes, phases, bounds and instructions.
 
 `Apply` and `Clear` go to the holder of the state, in order; requests go to the shell that owns the replay sockets. All
 others are notices that need no action.
@@ -122,14 +122,14 @@ class DuplicateBatch:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRestarted:
-    """Notice: the publisher is another process than before. A Clear follows."""
+    """Notice: the publisher is another process than before. A Clear follows if anything was applied."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
-    """Notice: a message on the stream's socket was not `[topic, seq, payload]`; made by the shell."""
+    """Notice: a message of the stream could not be read or used, or the stream begins anew after an error."""
 
     reason: str
 

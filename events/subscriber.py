@@ -65,7 +65,7 @@ class Subscriber:
             self.feed.add(source)
 
     def get(self, timeout_s: float | None = None) -> Item | None:
-        """Return the next batch or notice; None if none comes within `timeout_s`, or after `close`.
+        """Return the next batch or notice; None if none comes within `timeout_s`. Without it, wait for ever.
 
         A batch that cannot be decoded is returned as a notice of a malformed message.
         """

@@ -10,7 +10,7 @@ class SimCache:
     """Block cache of one worker, or of several that share it.
 
     A block is referenced (running requests use it), idle (kept for later hits) or unnamed (reserved, not computed yet).
-    Together they are at most `capacity`; only a shared cache may exceed it, see `reserve`. Evicted blocks move to host
+    Together they are at most `capacity`; with `force`, `reserve` may exceed it. Evicted blocks move to host
     memory of `host_capacity` blocks, and a hit moves them back.
     """
 

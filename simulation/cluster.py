@@ -171,7 +171,7 @@ class Cluster:
         heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
-        """Simulate until every request is answered, or stop when one has waited longer than `ttft_limit_s`.
+        """Simulate until every request is answered, or until the first of a worker's queue waits over `ttft_limit_s`.
 
         An action is an arrival, a step's end or a router's tick. Each has a time, and the earliest is done next.
         """

@@ -1,6 +1,6 @@
 """Discovery of workers: asks a worker over HTTP for its models, its event streams, its cache and its load.
 
-router/fleet/worker_responses.py parses the answers. A worker that names no event source is tried at vLLM's default
+router/fleet/worker_responses.py parses the answers. A worker without `/kv_event_sources` is tried at vLLM's default
 port. If nothing listens there, its cache is estimated from the requests that were sent to it.
 """
 
@@ -367,7 +367,7 @@ class Prober:
 
         The operator's sources are used if there are any, else those that the worker reports. Without a report, vLLM's
         default port is used if something listens there. `known_sources`: result of the last call, which is returned
-        again while the worker does not answer.
+        again while the worker answers with another error, or the port not at all.
         """
         if flag.no_events:
             return ()

@@ -227,7 +227,7 @@ class Fleet:
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
     async def discover_model(self, model: str) -> int:
-        """Ask all workers for a model that none is known to serve, and wait until one has it or all have answered.
+        """Ask all workers for a model that none is known to serve; wait for one that has it, or all, for a while.
 
         Return the number of workers that may still be loading it. Clients that ask at the same time share one search.
         After a search there is a pause, because clients may ask for any name.

@@ -88,7 +88,7 @@ class PeerRoutes:
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
-    """Return the hash seed of the first router that answers, and the URLs of all routers with that seed.
+    """Return the hash seed of the first router of this version that answers, and the URLs of all with that seed.
 
     Snapshots can be used only between indexes that hash token ids with the same seed. Returns (None, []) if no router
     answers. Waits up to SEED_S_MAX for each. `key`: API key of their admin routes.

@@ -58,9 +58,9 @@ class TargetLoad(msgspec.Struct, array_like=True):
 
     target: Name
     prefill_s: Amount
-    """Time to compute the prompts of all requests without a first token."""
+    """Time to compute the prompts of all requests without a first token, except those that wait for KV."""
     oldest_prefill_s: Amount
-    """Prefill time of the oldest request without a first token."""
+    """Prefill time of the oldest of these requests."""
     oldest_sent_age_s: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
     """Time since that request was sent to the target."""
     oldest_since_age_s: Annotated[float, msgspec.Meta(ge=-1e9)]

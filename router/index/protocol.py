@@ -138,7 +138,7 @@ Tokens = Sequence[int] | bytes | PreparedPrompt
 
 
 class PrefixIndex(Protocol):
-    """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers.
+    """Every implementation passes tests/contracts/index_contract.py. Any thread may call; writers take turns.
 
     Methods that take a HolderId raise KeyError for an unknown or removed holder.
     """

@@ -2,7 +2,7 @@
 
 Finds the earlier prompt that a new one continues: by the name of its session or of the parent session, or else by a
 common beginning. Invariants: `used_bytes` is the sum of the prompts' sizes and at most `bytes_max`; every prompt is
-found by its session or by each of its keys; the oldest prompt is dropped first.
+found by its session, or by those of its keys that no later prompt has; the oldest prompt is dropped first.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ShadowReport(msgspec.Struct):
     workers: list[ObservedEngine]
     """Workers of all requests, and all others that are known now."""
     seen: int
-    """Number of requests that are compared."""
+    """Number of recorded requests; the first of them only fill the caches of the comparison."""
     lost: Mapping[str, int | None]
     """Those of `tokens` that were computed without need, by cause; None for a log, which does not show them."""
     lost_s: dict[str, float | None] = {}

@@ -1,5 +1,5 @@
 // The PrefixIndex (router/index/protocol.py). It owns the holders, the locks and the pins. There is one writer at a time and
-// any number of readers; every call is atomic.
+// any number of readers; every call is atomic but those that change more than kBlocksPerLock blocks.
 #pragma once
 
 #include <map>

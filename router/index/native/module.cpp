@@ -457,10 +457,10 @@ NB_MODULE(_native, module) {
                  const PromptArgument prompt(token_ids);
                  const Scope scope = read_scope(of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
-                 const std::optional<RemovedPrefix> find_removed =
+                 const std::optional<RemovedPrefix> removed =
                      prompt.with([&](const Tokens& tokens) { return index.find_removed(tokens, scope, start, step); });
-                 if (!find_removed) return nb::none();
-                 return nb::make_tuple(find_removed->end, find_removed->holder, find_removed->at_s);
+                 if (!removed) return nb::none();
+                 return nb::make_tuple(removed->end, removed->holder, removed->at_s);
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("start"), nb::arg("step"))
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())

@@ -87,7 +87,7 @@ public:
     explicit SegmentedTable(Pages& pages) : pages_(&pages) {}
     SegmentedTable(SegmentedTable&& other) noexcept : pages_(other.pages_) { swap(other); }
     SegmentedTable& operator=(SegmentedTable&& other) noexcept {
-        SegmentedTable find_removed(std::move(*this));
+        SegmentedTable old(std::move(*this));
         swap(other);
         return *this;
     }
