@@ -24,9 +24,9 @@ SERVING_PACKAGES = ("torch", "numpy", "safetensors", *SIMULATION_PACKAGES)
 
 HELP = """Run MODEL behind an OpenAI-compatible API and publish what its prefix cache holds.
 
-MODEL is a folder with a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), or the name of one that
-is in the local Hugging Face cache. Without MODEL a small random model is served: everything works, the text means
-nothing.
+MODEL is a folder with a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), or its name on the hub,
+from which it is fetched unless the local cache has it. Without MODEL a small random model is served: everything works,
+the text means nothing.
 
 \b
 Try it:

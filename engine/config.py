@@ -77,7 +77,7 @@ class EngineConfig:
     """Settings of the process that computes. Sizes are in tokens unless the name has another unit."""
 
     model: Annotated[str | None,
-        "Folder of a Hugging Face checkpoint, or the name of one in the local cache. [default: a random model]"] = None
+        "Folder of a Hugging Face checkpoint, or its name on the hub. [default: a random model]"] = None
     tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
         "Folder with the tokenizer, where it is not MODEL's."] = None
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Flag(),

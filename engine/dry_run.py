@@ -27,7 +27,7 @@ def describe_cache(config: EngineConfig) -> str:
     lines = [
         f"{name}: {unit_count:,} units of {unit_bytes:,} bytes on {device}, up to {token_count:,} tokens of KV",
         *_describe_groups(spec),
-        f"  padding: at most {spec.padding_share:.2%} of a unit",
+        f"  padding: at most {spec.compute_padding_share(unit_bytes):.2%} of a unit",
     ]
     return "\n".join(lines)
 

@@ -195,7 +195,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     stop_token_id: int | None = None
     """Token of the request's `stop_token_ids` that ended the answer; None if the model's own end token did."""
     cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache had; only in a request's first output."""
+    """Tokens that the prefix cache had, of an answer to resume, too; only in a request's first output."""
     queue_s: float | None = None
     """Seconds that the request waited before its first step; only in its first output."""
     logprobs: list[TokenLogprobs] | None = None
@@ -255,7 +255,7 @@ class Sequence:
     computed_tokens: int = 0
     """Leading tokens with KV in the blocks of `block_tables`: computed, or found in the prefix cache."""
     cached_tokens: int = 0
-    """Prompt tokens that the cache had when the request first began to run."""
+    """Tokens that the cache had when the request first began to run; an answer to resume counts, too."""
     host_tokens: int = 0
     """Tokens that came from host memory when the request last began to run."""
     block_keys: list[BlockKey] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """Messages between the ranks: a step's plan, and commands to load the model, and to copy, read and write blocks.
 
 For a sequence of the previous plan only changes are sent: a few numbers in a decode step, however long the context.
-Both ends remember the sequences of the last plan. A sequence that was not in it is sent whole. No sockets here.
+Both ends remember the sequences of the last plan. Of a sequence that was not in it, all blocks are sent. No sockets
+here.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class _LarkWriter:
             return ArgumentWriter(self._rules, param, schema, options).write_xml()
         if style == "python":
             return ArgumentWriter(self._rules, param, schema, options | PYTHON_OPTIONS).write_python()
-        raise bad_value(f"{path}.style", style, '"json" or "qwen_xml"')
+        raise bad_value(f"{path}.style", style, '"json", "qwen_xml" or "python"')
 
     def write_sequence(self, path: str, format: Format) -> str:
         return " ".join(self._write_elements(path, format, "elements"))
@@ -191,7 +191,7 @@ class _LarkWriter:
         """
         triggers = _get_list(path, format, "triggers")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise field_error(path, "expected at least one tag, and triggers that are strings")
+            raise field_error(path, "expected triggers that are texts, not empty")
         free_text = self.write_any_text(path, format)
         alternatives = []
         for trigger, tag_rules in self._write_tags_by_trigger(path, format, triggers).items():

@@ -1,8 +1,8 @@
 """Build the tokenizer of the random models: byte-level BPE with ChatML's special tokens and a Qwen-style template.
 
 The merges in data/tiny_merges.txt were trained once on this repository's text, so that ids do not change with the
-sources. Merges are ordered, so a smaller vocabulary is a prefix of a larger one. Any text encodes and decodes without
-loss.
+sources. Merges are ordered, so a smaller vocabulary is a prefix of a larger one. Text in Unicode's form NFC
+encodes and decodes without loss.
 """
 
 from __future__ import annotations

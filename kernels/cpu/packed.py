@@ -4,7 +4,7 @@ Torch repacks a matrix for every multiplication, which takes long with few token
 the faster of two ways to multiply:
 
 - native products (kernels/cpu/native/product.hpp): with older AVX-512 and AVX2, where oneDNN emulates bf16 and is four
-  times slower; with AVX512-BF16 and one thread, for few tokens;
+  times slower; and with AVX512-BF16 and one thread;
 - oneDNN with its blocked formats: with AMX, or AVX512-BF16 and several threads. Entering oneDNN takes longer than a
   small product, so small matrices are packed for the native products, too.
 

@@ -1,4 +1,4 @@
-"""The Triton backend: every operation of a step as one or two launches over the whole ragged batch.
+"""The Triton backend: every operation of a step as a few launches over the whole ragged batch.
 
 Tests without a GPU run it on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1 before triton is imported). The
 host never waits for the device: the data of a step is uploaded with its plan. No kernel is tuned at run time.

@@ -47,7 +47,7 @@ def test_the_page_table_of_the_docs_is_what_the_models_say(specs: dict[str, Cach
     head = ["model", "KV / token", "state", "unit", "blocks / unit", "padding"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for name, spec in specs.items():
-        blocks = " + ".join(str(spec.blocks_per_unit(g)) for g in range(len(spec.groups)))
+        blocks = " or ".join(str(spec.blocks_per_unit(g)) for g in range(len(spec.groups)))
         cells = [name, f"{sum(group.token_bytes for group in spec.groups):,} B"]
         cells += [f"{spec.state.state_bytes / 1e6:.1f} MB" if spec.state else "-", f"{spec.unit_bytes / 1e6:.2f} MB"]
         lines.append("| " + " | ".join([*cells, blocks, f"{spec.padding_share:.2%}"]) + " |")
