@@ -25,7 +25,7 @@ class SchedulerTotals(msgspec.Struct):
     prompt_tokens: int = 0
     """Tokens of all prompts that were admitted."""
     prefix_hit_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache, so that they were not computed."""
+    """Tokens that were found in the prefix cache, and not computed: of prompts, and of answers to resume."""
     host_hit_tokens: int = 0
     """Tokens of `prefix_hit_tokens` that came from host memory."""
     finished_requests: int = 0
