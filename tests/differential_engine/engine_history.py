@@ -302,6 +302,7 @@ def _describe_plan(plan: StepPlan, state_kind: int) -> str:
 
 def _describe_output(output: SequenceOutput) -> str:
     fields = msgspec.to_builtins(output)
+    fields.pop("queue_s", None)  # newer than the recorded histories
     for name in ("logprobs", "prompt_logprobs"):
         if (positions := getattr(output, name)) is not None:
             fields[name] = [None if position is None else _describe_logprobs(position) for position in positions]
