@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from options.values import ConfigError
 
@@ -25,20 +25,16 @@ def make_server_context(
         if client_ca_path is not None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
         return None
-    paths = [path for path in (certificate_path, key_path, client_ca_path) if path is not None]
-    versions = _read_versions(paths)
+    files = _WatchedFiles(certificate_path, key_path, client_ca_path)
     context = newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
+
+    def load_newest_context() -> None:
+        nonlocal newest_context
+        newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
 
     def use_newest_files(connection: ssl.SSLObject, server_name: str | None, _: ssl.SSLContext) -> None:
         """Have a connection use the files as they are now. OpenSSL calls this at each `ClientHello`."""
-        nonlocal versions, newest_context
-        if (current_versions := _read_versions(paths)) != versions:
-            versions = current_versions
-            try:
-                newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
-                log.info("%s was read anew", ", ".join(paths))
-            except ConfigError as error:
-                log.error("the last certificate stays in use: %s", error)
+        files.reload_if_changed(load_newest_context)
         connection.context = newest_context
 
     context.sni_callback = use_newest_files
@@ -55,16 +51,35 @@ def _load_server_context(certificate_path: str, key_path: str, client_ca_path: s
     return context
 
 
-def _read_versions(paths: Sequence[str]) -> list[tuple[int, int]]:
-    """Return what changes when files are written or replaced, also by a symbolic link; 0 for those that are missing."""
-    versions = []
-    for path in paths:
+class _WatchedFiles:
+    """Files of a TLS context, which are read anew when they have changed."""
+
+    def __init__(self, *paths: str | None) -> None:
+        self._paths = [path for path in paths if path is not None]
+        self._versions = self._read_versions()
+
+    def reload_if_changed(self, reload: Callable[[], None]) -> None:
+        """Call `reload` if a file has changed since the last call. If it raises ConfigError, only log that."""
+        versions = self._read_versions()
+        if versions == self._versions:
+            return
+        self._versions = versions
         try:
-            status = os.stat(path)
-            versions.append((status.st_mtime_ns, status.st_ino))
-        except OSError:
-            versions.append((0, 0))
-    return versions
+            reload()
+            log.info("%s was read anew", ", ".join(self._paths))
+        except ConfigError as error:
+            log.error("the last certificate stays in use: %s", error)
+
+    def _read_versions(self) -> list[tuple[int, int]]:
+        """Return what changes when files are written or replaced, also by a symbolic link; 0 for missing files."""
+        versions = []
+        for path in self._paths:
+            try:
+                status = os.stat(path)
+                versions.append((status.st_mtime_ns, status.st_ino))
+            except OSError:
+                versions.append((0, 0))
+        return versions
 
 
 def make_client_context(
@@ -94,25 +109,16 @@ def watch_client_files(
     They count for connections that are opened from then on. Authorities are added, and none is removed. While a file
     cannot be used, those that were read before count. The argument of the function, the time, is ignored.
     """
-    paths = [path for path in (certificate_path, key_path, ca_path) if path is not None]
-    versions = _read_versions(paths)
+    files = _WatchedFiles(certificate_path, key_path, ca_path)
 
-    def reload_changed_files(_: float) -> None:
-        nonlocal versions
-        if (current_versions := _read_versions(paths)) == versions:
-            return
-        versions = current_versions
-        try:
-            make_client_context(certificate_path, key_path, ca_path, flag_prefix)  # raises before anything is changed
-            if ca_path is not None:
-                _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
-            if certificate_path is not None:
-                _load_certificate(context, certificate_path, key_path, flag_prefix)
-            log.info("%s was read anew", ", ".join(paths))
-        except ConfigError as error:
-            log.error("the last certificate stays in use: %s", error)
+    def reload() -> None:
+        make_client_context(certificate_path, key_path, ca_path, flag_prefix)  # raises before anything is changed
+        if ca_path is not None:
+            _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
+        if certificate_path is not None:
+            _load_certificate(context, certificate_path, key_path, flag_prefix)
 
-    return reload_changed_files
+    return lambda _: files.reload_if_changed(reload)
 
 
 def _check_pair(certificate_path: str | None, key_path: str | None, flag_prefix: str) -> None:
