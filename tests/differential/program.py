@@ -10,34 +10,26 @@ import contextlib
 import io
 import signal
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from operator import methodcaller
 from typing import Any, Protocol
 
 import aiohttp.connector
 
-import prompts.template_environment
 import router.app.cli
 import router.app.process
 import router.fleet.feed
+import router.prompting.prompt_worker_pool
 from events.feed_sockets import StreamSource
 from events.stream import StreamState
 from events.stream_types import Connection, Instruction, RequestReplay, RequestSnapshot
 from router.index import make_index
 
+from .fixed_clock import begin_worker, fix_date
 from .virtual_loop import Network, VirtualLoop
 
 TICK_S = 0.1
 PORT = 8080
 INDEX_SEED = 7
-DATE = datetime(2026, 11, 26, 12)
-"""Date that templates write into prompts, so that the recorded token ids hold on every day."""
-
-
-class _FixedClock(datetime):
-    @classmethod
-    def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-        return DATE
 
 
 class Publisher(Protocol):
@@ -192,7 +184,8 @@ class RouterProgram:
         """Start it and wait until its address is open."""
         network: Network = self._loop.network
         EventFeedOnLoop.publisher_by_endpoint = self._publisher_by_endpoint
-        prompts.template_environment.datetime = _FixedClock  # type: ignore[misc]
+        fix_date()
+        router.prompting.prompt_worker_pool.WorkerState = begin_worker  # type: ignore[assignment,misc]
         router.fleet.feed.EventFeed = EventFeedOnLoop  # type: ignore[misc,assignment]
         router.app.process.make_index = lambda seed=None: _RecordingIndex(make_index(INDEX_SEED), self._on_prompt)
         aiohttp.connector.aiohappyeyeballs.start_connection = network.start_connection  # type: ignore[attr-defined]

@@ -49,9 +49,11 @@ def write_out(
     """The six parts, as docs/reference/price.md has them."""
     decoding = [request for request in requests if request.has_first_token]
     waiting = [request for request in requests if not request.has_first_token]
-    decode_count = len(decoding) + (peer.decode_requests if peer else 0)
-    decode_context = sum(request.prompt_tokens for request in decoding) + (peer.decode_context_tokens if peer else 0)
-    count = len(requests) + (peer.request_count if peer else 0)
+    decode_count = len(decoding) + (peer.decode_requests if peer is not None else 0)
+    decode_context = sum(request.prompt_tokens for request in decoding) + (
+        peer.decode_context_tokens if peer is not None else 0
+    )
+    count = len(requests) + (peer.request_count if peer is not None else 0)
     step_s = service.step_s + service.decode_request_s * decode_count + service.decode_context_s * decode_context
     slowdown = 1 + step_s / (service.prefill_s_per_token * service.step_tokens)
     hit = max(cache.cached_tokens, cache.media_cached_tokens)
@@ -84,7 +86,7 @@ def write_out(
     free_share = max(0.0, 1 - count / slots) * max(0.0, free_tokens / CAPACITY_TOKENS)
     copy_reuse_share = priced.copy_reuse_share * free_share
 
-    utilisation = peer.utilisation if peer else 0.0
+    utilisation = peer.utilisation if peer is not None else 0.0
     for request in requests:
         sent_s = work_s(service, request.cached_tokens, request.prompt_tokens)
         utilisation += (
