@@ -63,7 +63,7 @@ def find_local_folder(model: str) -> Path | None:
             f"MODEL {model!r}: a file; expected the folder of a Hugging Face checkpoint, with config.json, safetensors "
             "and tokenizer.json"
         )
-    hf_home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hf_home = Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     cache_folder = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub") / f"models--{model.replace('/', '--')}"
     main_revision = cache_folder / "refs" / "main"
     if main_revision.is_file():

@@ -377,8 +377,9 @@ def find_checkpoint_folder(name: str) -> Path | None:
             return path
     except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home, a zero byte
         return None
-    hf_home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache_folder = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub").expanduser()
+    hf_home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    # Unlike `Path.expanduser`, this raises nothing in a process without a home, as a container's user may be.
+    cache_folder = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{hf_home}/hub"))
     repository = cache_folder / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()

@@ -458,6 +458,14 @@ def test_whatever_a_worker_answers_is_a_fact_or_a_reason(answer_name: str) -> No
     assert all(text.isascii() for text in reasons) or "\u00b2" in body
 
 
+def test_a_process_without_a_home_finds_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id without an entry in the password file, as containers have, and no HOME."""
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert find_checkpoint_folder("meta/llama") is None
+
+
 def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
     """503, 500, 429: what is known stays; 404 says that there are none; what cannot be read is told."""
     previous = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
