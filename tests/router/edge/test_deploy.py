@@ -199,6 +199,46 @@ CHARTS = {
     },
 }
 
+PLATFORM = {
+    "env": [{"name": "HF_HOME", "value": "/cache"}],
+    "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    "pod": {
+        "imagePullSecrets": [{"name": "registry"}],
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "nodeSelector": {"pool": "gpu"},
+        "priorityClassName": "serving",
+    },
+}
+"""What a cluster's operators add to the pods of a chart."""
+
+
+@pytest.mark.parametrize("claim", ["", "models"])
+def test_helm_adds_what_operators_need(claim: str) -> None:
+    helm = pytest.importorskip("helm_python", reason="pip install '.[live]'")
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install '.[live]'")
+    values = {
+        "router": PLATFORM | {"adminKeySecret": "router-key", "securityContext": {"runAsUser": None}},
+        "engines": PLATFORM | {"replicas": 1, "modelClaim": claim},
+    }
+    with helm.Chart.load(DEPLOY / "helm" / "blockcast") as chart:
+        rendered = chart.render(values, name="llm", namespace="serving")
+        for field in ("containers", "volumes"):
+            with pytest.raises(helm.HelmError, match=field):
+                chart.render({"router": {"workers": "service/vllm", "pod": {field: []}}}, name="llm", namespace="x")
+    workloads = [
+        d for text in rendered.values() for d in yaml.safe_load_all(text) if d and "template" in d.get("spec", {})
+    ]
+    assert len(workloads) == 2
+    for workload in workloads:
+        validate.validate(workload, "1.34", strict=True)
+        pod = workload["spec"]["template"]["spec"]
+        assert PLATFORM["pod"].items() <= pod.items()  # type: ignore[attr-defined]
+        (container,) = pod["containers"]
+        assert PLATFORM["env"][0] in container["env"]  # type: ignore[index]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert "runAsUser" not in container.get("securityContext", {})
+
 
 @pytest.mark.parametrize("values", CHARTS.values(), ids=CHARTS.keys())
 def test_helm_renders_what_kubernetes_and_the_programs_take(values: dict[str, Any]) -> None:
