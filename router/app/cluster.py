@@ -30,10 +30,12 @@ from router.fleet.discovery import Prober
 from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
+from router.fleet.member import FleetContext
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_tokenizers import WorkerTokenizers
 from router.host_names import HostNames
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
@@ -114,8 +116,11 @@ class Cluster:
             trusts_endpoints=config.fleet.trust_event_endpoints,
             kv_dialects=config.kv_dialects,
         )
+        worker_tokenizers = WorkerTokenizers(tokenizers, proxy.core.workers)
         self.fleet = Fleet(
-            proxy.core, prober, self.feed, tokenizers, proxy.perform, config.fleet, now=proxy.now, peers=peer_client
+            FleetContext(
+                proxy.core, prober, self.feed, worker_tokenizers, peer_client, proxy.perform, config.fleet, proxy.now
+            )
         )
         self._add_callbacks(proxy)
 

@@ -31,26 +31,26 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
-from router.fleet import members, worker_lists
+from router.fleet import background_tasks, members, worker_lists
+from router.fleet.background_tasks import double_pause, run_forever
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.fact_queue import EngineRestarted
 from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
-from router.fleet.members import (
+from router.fleet.member import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
     BLOCKS_MIN,
-    Fleet,
-    _find_checkpoints,
-    _Member,
-    _next_pause,
+    FleetContext,
+    Member,
     compute_max_blocks,
-    run_forever,
-)
+)  # fmt: skip
+from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList
+from router.fleet.worker_tokenizers import WorkerTokenizers, find_checkpoints
 from router.host_names import HostNames
 from router.http_client import FetchError
 from router.index import make_index
@@ -96,7 +96,20 @@ NO_PEERS = PeerClient(cast(Any, None), [])
 def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
     dummy = cast(Any, None)
     core = cast(Any, type("Core", (), {"workers": {}}))
-    return Fleet(core, prober, dummy, dummy, dummy, config or FleetConfig(), now=lambda: 0.0, peers=NO_PEERS)
+    return make_fleet(core, prober, dummy, dummy, config or FleetConfig(), now=lambda: 0.0)
+
+
+def use_tokenizers(fleet: Fleet, tokenizers: ModelTokenizers) -> ModelTokenizers:
+    fleet._context.tokenizers._tokenizers = tokenizers
+    return tokenizers
+
+
+def make_fleet(
+    core: Any, prober: Any, feed: Any, prompts: Any, config: FleetConfig, *, now: Callable[[], float],
+    peers: Any = NO_PEERS,
+) -> Fleet:  # fmt: skip
+    tokenizers = WorkerTokenizers(prompts, core.workers)
+    return Fleet(FleetContext(core, prober, feed, tokenizers, peers, lambda _: None, config, now))
 
 
 @pytest.mark.parametrize(
@@ -143,12 +156,12 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
             DeadWorkerProber(*connect_errors, "/v1/models answers 503", "/v1/models answers 503"),
             FleetConfig(starting_s=0.5, starting_s_max=5.0),
         )
-        member = _Member(parse_worker_flag("http://h:1"), {"operator"})
+        member = Member(parse_worker_flag("http://h:1"), "operator", fleet._context)
         fleet._members["h:1"] = member
         assert fleet.list_starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
         for _ in range(8):
-            assert not await fleet._probe_and_register(member)
+            assert not await member.probe_and_register()
             pauses.append(member.poll_times.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
         assert fleet.list_starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
@@ -207,15 +220,15 @@ class FailingProber:
 
 
 def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
-    monkeypatch.setattr("router.fleet.members.RESTART_S_MAX", 0.004)
+    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S", 0.001)
+    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S_MAX", 0.004)
     pauses_s: list[float] = []
 
     def record_pause(pause_s: float, first_s: float, max_s: float) -> float:
-        pauses_s.append(_next_pause(pause_s, first_s, max_s))
+        pauses_s.append(double_pause(pause_s, first_s, max_s))
         return pauses_s[-1]
 
-    monkeypatch.setattr("router.fleet.members._next_pause", record_pause)
+    monkeypatch.setattr("router.fleet.background_tasks.double_pause", record_pause)
 
     async def run() -> None:
         fleet = fleet_of(FailingProber())
@@ -275,7 +288,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
             discover=no_tokenizer, remove_worker=lambda _: None, is_replaced=lambda *_: False
         )
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
-        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0], peers=NO_PEERS)
+        fleet = make_fleet(core, prober, feed, prompts, config, now=lambda: now[0])
 
         async def wait_for_health_checks(count: int) -> None:
             target_count = prober.health_checks + count
@@ -372,7 +385,7 @@ async def watching(
         )
         now = asyncio.get_running_loop().time
         prober = Prober(session, timeout_s=timeout_s, kv_dialects=("mooncake",))
-        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers or NO_PEERS)
+        fleet = make_fleet(core, prober, feed, prompts, config, now=now, peers=peers or NO_PEERS)
         address = f"127.0.0.1:{runner.addresses[0][1]}"
         kv_settings = {"kv": "mooncake", "bootstrap": address} if is_mooncake else {}
         event_settings = {} if events is None else {"events": events}
@@ -502,13 +515,13 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
             follow_worker=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
         )
         now = asyncio.get_running_loop().time
-        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now, peers=NO_PEERS)  # type: ignore[arg-type]
+        fleet: Any = make_fleet(core, prober, feed, prompts, FleetConfig(), now=now)
         name = fleet.add({"url": "http://a:1"})
         member = fleet._members[name]
         member.cancel()
         for streams in (3, 3, 2):
             prober.streams = streams
-            assert await fleet._probe_and_register(member)
+            assert await member.probe_and_register()
         assert [count for count, _ in follow_calls] == [0, 2]
         assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
@@ -629,7 +642,7 @@ def test_a_worker_is_checked_while_another_router_does_not_answer() -> None:
 
 
 def test_a_worker_joins_although_another_router_does_not_answer(monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.fleet.members.JOIN_SNAPSHOTS_S_MAX", 0.05)
+    monkeypatch.setattr("router.fleet.member.JOIN_SNAPSHOTS_S_MAX", 0.05)
 
     async def fetch_snapshots(*_: object, **__: object) -> None:
         await asyncio.sleep(3600.0)
@@ -680,19 +693,19 @@ def test_no_request_tries_a_worker_that_has_come_back_and_refuses_the_router() -
 
 def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(monkeypatch: Any) -> None:
     """If it did not answer just then, it was probed without a pause, and never found to be down."""
-    monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
+    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S", 0.001)
 
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             page.status, page.answers["/health"] = 500, (503, "")
-            check_health = fleet._prober.check_health
+            check_health = fleet._context.prober.check_health
 
             async def fail_once(flag: WorkerFlag) -> None:
-                fleet._prober.check_health = check_health  # type: ignore[method-assign]
+                fleet._context.prober.check_health = check_health  # type: ignore[method-assign]
                 raise OverflowError("a number of the worker's")
 
-            fleet._prober.check_health = fail_once  # type: ignore[method-assign]
+            fleet._context.prober.check_health = fail_once  # type: ignore[method-assign]
             fleet.check_soon(name)
             await wait_until(lambda: "OverflowError" in fleet._members[name].problem)
             await asyncio.sleep(0.1)
@@ -714,7 +727,7 @@ def test_tokenizers_are_read_again_when_a_worker_that_was_down_is_back() -> None
             async def discover(base: str, *_: object) -> None:
                 readings.append(base)
 
-            fleet._tokenizers.discover = discover  # type: ignore[method-assign]
+            fleet._context.tokenizers._tokenizers.discover = discover  # type: ignore[method-assign]
             await page.wait_for_requests("/metrics", 3)
             assert readings == []
             core.mark_worker_down(name, asyncio.get_running_loop().time(), "a fault")
@@ -744,7 +757,7 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
                 conversations = ConversationReader(0)
-                tokenizers = fleet._tokenizers = ModelTokenizers(executor, conversations, None)
+                tokenizers = use_tokenizers(fleet, ModelTokenizers(executor, conversations, None))
 
                 def get_folder() -> str | None:
                     checkpoint = tokenizers.checkpoint_by_model.get("base")
@@ -758,9 +771,8 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 spec = dataclasses.replace(facts.spec, worker_id="second", url="http://second:1")
                 core.add_worker(spec, 0.0, is_up=True)
                 second_facts = dataclasses.replace(facts, spec=spec)
-                fleet._members["second"] = _Member(parse_worker_flag("http://second:1"), {"operator"})
-                fleet._members["second"].facts = second_facts
-                fleet._members["second"].checkpoint_by_model = _find_checkpoints(second_facts)
+                worker_tokenizers = fleet._context.tokenizers
+                worker_tokenizers._checkpoints["second"] = find_checkpoints(second_facts)
 
                 serve("new")
                 await page.wait_for_requests("/metrics", 3)
@@ -776,10 +788,10 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                     dataclasses.replace(second_facts, roots={}),
                     dataclasses.replace(second_facts, roots={"base": str(tmp_path / "elsewhere")}),
                 ):
-                    fleet._members["second"].checkpoint_by_model = _find_checkpoints(kept_facts)
-                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"], kept_facts)
-                fleet._members["second"].checkpoint_by_model = _find_checkpoints(second_facts)
-                assert fleet._forget_replaced_tokenizers(fleet._members["second"], second_facts)
+                    worker_tokenizers._checkpoints["second"] = find_checkpoints(kept_facts)
+                    assert not worker_tokenizers._forget_replaced("second", kept_facts)
+                worker_tokenizers._checkpoints["second"] = find_checkpoints(second_facts)
+                assert worker_tokenizers._forget_replaced("second", second_facts)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -794,7 +806,9 @@ def test_new_files_in_a_folder_are_read_once_no_worker_has_the_old_ones(tmp_path
         page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                    executor, ConversationReader(0), None
+                )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") is not None)
                 old_tokenizer = tokenizers.get("base")
@@ -821,7 +835,9 @@ def test_a_tokenizer_is_kept_while_the_worker_has_neither_it_nor_the_files_of_to
         page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                    executor, ConversationReader(0), None
+                )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") is not None)
                 old_tokenizer, member = tokenizers.get("base"), fleet._members[name]
@@ -852,7 +868,9 @@ def test_a_checkpoint_that_comes_to_this_machine_after_its_workers_have_started_
         serve(tmp_path)
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                    executor, ConversationReader(0), None
+                )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") is not None)
                 old_tokenizer = tokenizers.get("base")
@@ -1025,8 +1043,8 @@ def test_work_that_goes_well_for_a_while_is_soon_begun_again(monkeypatch: Any) -
         if len(pauses) == 20:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(members.asyncio, "sleep", sleep)
-    monkeypatch.setattr(members.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(background_tasks.asyncio, "sleep", sleep)
+    monkeypatch.setattr(background_tasks.time, "monotonic", lambda: now_s)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run_forever(work, lambda _: None))
     assert pauses[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
@@ -1274,7 +1292,7 @@ def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             page.names = ["base", "tuned"]
             member = fleet._members[name]
-            looking = asyncio.create_task(fleet._probe_and_register(member))
+            looking = asyncio.create_task(member.probe_and_register())
             await asyncio.sleep(0)
             fleet.remove(name)
             assert not await looking

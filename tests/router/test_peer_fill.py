@@ -20,7 +20,7 @@ from router.fleet import peer_snapshots
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import WorkerFacts
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
-from router.fleet.members import Fleet, _Member
+from router.fleet.member import FleetContext, Member
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.worker_flag import parse_worker_flag
 
@@ -158,26 +158,15 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
         incomplete_feed = IncompleteFeed(answer)
         config = FleetConfig(peers_s=10.0, peers_s_max=40.0)
         dummy = cast(Any, None)
-        fleet = Fleet(
-            dummy,
-            dummy,
-            cast(Any, incomplete_feed),
-            dummy,
-            dummy,
-            config,
-            now=lambda: now[0],
-            peers=cast(Any, incomplete_feed),
-        )
-        member = _Member(
-            parse_worker_flag("http://h:1"),
-            {"operator"},
-            facts=WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,)),
-        )
+        now_s, peers = (lambda: now[0]), cast(Any, incomplete_feed)
+        context = FleetContext(dummy, dummy, cast(Any, incomplete_feed), dummy, peers, dummy, config, now_s)
+        member = Member(parse_worker_flag("http://h:1"), "operator", context)
+        member.facts = WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,))
         fetch_seconds = []
         for second in range(200):
             now[0] = float(second)
             before = incomplete_feed.fetch_count
-            await fleet._fetch_missing_snapshots(member)
+            await member.fetch_missing_snapshots()
             if incomplete_feed.fetch_count > before:
                 fetch_seconds.append(second)
         if answer is None:
