@@ -1,15 +1,17 @@
-"""Read requests for workers and place them: request -> context -> token ids -> core -> exchange."""
+"""Read requests for workers, and have the core choose a worker for each: request -> token ids -> core -> exchange."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
 from router.app.tenant_limits import TenantLimits
+from router.decide.messages import RouteRequest
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
@@ -17,7 +19,8 @@ from router.edge.request_reader import RequestReader
 from router.http.connection import Client
 from router.http.request import HttpRequest
 
-TRACE_ID_BYTES_MAX: Final = 128
+_TRACE_ID_PATTERN: Final = re.compile(rb"[!-~]{1,128}")
+"""An `x-request-id` that may be forwarded: printable characters without spaces."""
 ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
 """Makes the exchange of a request, from the proxy, the client and the context."""
 
@@ -30,17 +33,17 @@ class RequestDispatcher:
         proxy: Proxy,
         reader: RequestReader,
         limits: TenantLimits,
-        reasons: MissReasonsRecorder | None = None,
+        miss_reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
         """Make a dispatcher that reads requests by `reader`, checks them against `limits`, and hands them to `proxy`.
 
-        `reasons` records why prompts are not cached. `discover_model` asks all workers for a model that none is known
-        to serve, and returns the number of workers that may still be loading it. None: without these.
+        `miss_reasons` records why prompts are not cached. `discover_model` asks all workers for a model that none is
+        known to serve, and returns the number of workers that may still be loading it. None: without these.
         """
         self.proxy = proxy
         self.reader = reader
-        self.reasons = reasons
+        self.miss_reasons = miss_reasons
         self.discover_model = discover_model
         self._limits = limits
         self._trace_prefix = os.urandom(6).hex()
@@ -59,14 +62,13 @@ class RequestDispatcher:
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)
         exchange = self.open(context, client, make_exchange)
-        needs_task = reading is not None or self._is_model_missing(context)
-        if needs_task:
-            task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading))
+        if reading is not None or self._is_model_missing(context):
+            task = asyncio.get_running_loop().create_task(self._read_and_choose_worker(exchange, reading))
             self._read_tasks.add(task)
             task.add_done_callback(lambda task: self._forget_task(task, reading))
             return
         try:
-            self.place(exchange)
+            self.choose_worker(exchange)
         except RequestError as error:
             exchange.reject(error)
 
@@ -75,7 +77,7 @@ class RequestDispatcher:
         if reading is not None:
             reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
 
-    async def _read_and_place(self, exchange: Exchange, reading: Coroutine[Any, Any, None] | None) -> None:
+    async def _read_and_choose_worker(self, exchange: Exchange, reading: Coroutine[Any, Any, None] | None) -> None:
         """Finish reading a request, then have a worker chosen for it. An exception ends this request alone.
 
         `reading`: reads the prompt; None if that is done. If no worker is known to serve the model, all workers are
@@ -86,7 +88,7 @@ class RequestDispatcher:
                 await reading
             if self._is_model_missing(exchange.context):
                 await self._discover_and_read(exchange.context)
-            self.place(exchange)
+            self.choose_worker(exchange)
         except RequestError as error:
             exchange.reject(error)
         except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
@@ -101,27 +103,31 @@ class RequestDispatcher:
         client.responder = exchange
         return exchange
 
-    def place(self, exchange: Exchange) -> None:
-        """Have a worker chosen for a request that was read, or let the request wait for one.
+    def choose_worker(self, exchange: Exchange) -> None:
+        """Have the core choose a worker for a request that was read. The core may put the request in its queue.
 
         Raises RequestError, for example if the client's API key has too many tokens in flight.
         """
-        context, body = exchange.context, exchange.context.body
-        assert body is not None
+        context = exchange.context
+        exchange.request_worker(self._prepare_route_request(context))
+        self.reader.store_conversation(context)
+        if self.miss_reasons is not None and not context.is_done:
+            self.miss_reasons.prepare_comparison(context)
+        context.body = None  # its messages are large, and not needed any more
+
+    def _prepare_route_request(self, context: RequestContext) -> RouteRequest:
+        """Return the request to the core, and change the body for the worker: the model's name, the key's settings."""
+        assert context.body is not None
         assert context.model is not None
         route = self.reader.build_route_request(context)
         changed_fields = self._limits.apply_key_settings(context, route)
         if context.model.is_renamed:
             changed_fields["model"] = context.model.name
         self.reader.rewrite_body(context, changed_fields)
-        if body.request.kind != "other":
-            self.proxy.metrics.tokenize_s.observe(body.prompt.seconds)
+        if context.body.request.kind != "other":
+            self.proxy.metrics.tokenize_s.observe(context.body.prompt.seconds)
         self._limits.add_prompt_tokens(context, route.prompt_tokens)
-        exchange.place(route)
-        self.reader.store_conversation(context)
-        if self.reasons is not None and not context.is_done:
-            self.reasons.prepare_comparison(context)
-        context.body = None  # its messages are large, and not needed any more
+        return route
 
     def _is_model_missing(self, context: RequestContext) -> bool:
         """Return whether workers should be asked for the model that a request names, as none is known to serve it."""
@@ -149,10 +155,8 @@ class RequestDispatcher:
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """Return the client's `x-request-id` if it may be forwarded, else a new id."""
-        client_id = request.headers.get(b"x-request-id")
-        if client_id and len(client_id) <= TRACE_ID_BYTES_MAX:
-            is_printable = all(33 <= byte < 127 for byte in client_id)
-            if is_printable and not has_worker_address(client_id):
-                return client_id
+        client_id = request.headers.get(b"x-request-id") or b""
+        if _TRACE_ID_PATTERN.fullmatch(client_id) and not has_worker_address(client_id):
+            return client_id
         self._trace_count += 1
         return b"%s-%x" % (self._trace_prefix.encode(), self._trace_count)

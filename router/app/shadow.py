@@ -32,12 +32,12 @@ class CopyDispatcher(RequestDispatcher):
     The report compares these choices with the other balancer's own.
     """
 
-    def place(self, exchange: Exchange) -> None:
+    def choose_worker(self, exchange: Exchange) -> None:
         """Have the core choose a worker for a copy that was read. The copy keeps its body until its worker is found."""
         context = exchange.context
         assert context.body is not None
         self.proxy.metrics.tokenize_s.observe(context.body.prompt.seconds)
-        exchange.place(self.reader.build_route_request(context))
+        exchange.request_worker(self.reader.build_route_request(context))
         self.reader.store_conversation(context)
 
 

@@ -65,7 +65,7 @@ class Exchange:
 
     # From the core ------------------------------------------------------------------------------------------------
 
-    def place(self, route: RouteRequest) -> None:
+    def request_worker(self, route: RouteRequest) -> None:
         """Ask the core for a worker, now that the prompt was read."""
         context = self.context
         has_media = route.media_conversation is not None  # token ids do not stand for media

@@ -29,7 +29,7 @@ class MirroredExchange(Exchange):
         self.client = client
         self.context = context
 
-    def place(self, route: RouteRequest) -> None:
+    def request_worker(self, route: RouteRequest) -> None:
         """Record the decision that the router would have made, with the terms of every candidate, and answer."""
         decision = self._proxy.core.explain(route, self._proxy.now())
         if isinstance(decision, Decision):

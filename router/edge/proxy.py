@@ -64,7 +64,7 @@ class Exchange(Responder, Protocol):
         """Time of the last byte of a running stream; None while no byte is expected."""
         return None
 
-    def place(self, route: RouteRequest) -> None:
+    def request_worker(self, route: RouteRequest) -> None:
         """Ask for a worker, now that the prompt was read and tokenised."""
 
     def forward(self, decision: Decision) -> None:

@@ -49,7 +49,7 @@ class PickExchange(Exchange):
         self._fairness_id: str | None = None
         """Fairness id under which the request is counted; None while it is not counted."""
 
-    def place(self, route: RouteRequest) -> None:
+    def request_worker(self, route: RouteRequest) -> None:
         """Have a worker chosen for the request, among the endpoints that the gateway allows.
 
         The gateway's objective sets the priority. Within one priority, a request comes after others if its fairness id

@@ -101,7 +101,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
-        edge.dispatcher.reasons = edge.explanations._reasons = reasons
+        edge.dispatcher.miss_reasons = edge.explanations._reasons = reasons
         return reasons
 
     return start
