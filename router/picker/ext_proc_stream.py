@@ -69,7 +69,7 @@ class Choice:
 
 
 class AnswerReader(Protocol):
-    """Interface of an object that is told of the answer."""
+    """Interface of the object that an `ExtProcStream` tells of the answer of the chosen endpoint."""
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
         """Return headers for the client. `served_by`: endpoint that answers; None if Envoy does not tell."""
@@ -81,11 +81,14 @@ class AnswerReader(Protocol):
         """Handle the end of the answer."""
 
 
-class ExtProcHandler(AnswerReader, Protocol):
-    """Interface of the object that an `ExtProcStream` tells what Envoy sent."""
+class ExtProcHandler(Protocol):
+    """Interface of the object that chooses an endpoint for the request of an `ExtProcStream`."""
 
     def request_complete(self, request: HttpRequest) -> None:
         """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
+
+    def request_cancelled(self) -> None:
+        """Choose no endpoint any more: Envoy, or another of its filters, answers the request itself."""
 
     def charge_body_bytes(self, size: int) -> None:
         """Charge the bytes of the body that are kept. Raises RequestError if they are too many."""
@@ -95,7 +98,7 @@ class ExtProcStream:
     """State of the ext_proc stream of one request.
 
     Pass each message of Envoy to `receive`, which calls the handler. The handler calls `choose` or `refuse`, at once or
-    later. Then send what `pop_responses` returns.
+    later. Then send what `pop_responses` returns. The answer is shown to `answer_reader`.
     """
 
     def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
@@ -104,6 +107,8 @@ class ExtProcStream:
         `body_bytes_max`: a longer body of a request is refused.
         """
         self._handler = handler
+        self.answer_reader: AnswerReader | None = None
+        """Set once somebody answers the request; None if nobody is told of the answer."""
         self._body_bytes_max = body_bytes_max
         self._responses: list[Response] = []
         """Messages for Envoy that are not sent yet."""
@@ -207,7 +212,7 @@ class ExtProcStream:
 
     def close(self) -> None:
         """Forget the request, as its handler refers to this stream: the cycle lives until a full collection."""
-        self.phase, self.request, self._responses = Phase.OVER, None, []
+        self.phase, self.request, self.answer_reader, self._responses = Phase.OVER, None, None, []
         self._release_body()
 
     def _handle_request_headers(self, message: Request) -> None:
@@ -270,15 +275,17 @@ class ExtProcStream:
         self._handler.request_complete(request)
 
     def _handle_response_headers(self, message: Request) -> None:
-        """Tell the handler that the response begins, and add the handler's headers for the client to it.
+        """Tell `answer_reader` that the response begins, and add its headers for the client to the response.
 
-        A response may come before the request is complete, if Envoy or one of its filters answered by itself.
+        A response may come before an endpoint is chosen, if Envoy or one of its filters answers by itself.
         """
         self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
         common_response = None
-        if self.phase is not Phase.HEAD:
+        if self.phase is not Phase.CHOSEN:
+            self._handler.request_cancelled()
+        elif self.answer_reader is not None:
             status, served_by = read_status(message.response_headers), read_served_endpoint(message)
-            client_headers = self._handler.response_started(status, served_by)
+            client_headers = self.answer_reader.response_started(status, served_by)
             if client_headers:
                 common_response = pb.CommonResponse(header_mutation=build_header_mutation(client_headers))
         self.phase = Phase.ANSWER
@@ -287,11 +294,11 @@ class ExtProcStream:
             self._end()
 
     def _handle_response_body(self, body: Request) -> None:
-        """Show the handler a part of the answer's body, and return it to Envoy unchanged."""
+        """Show `answer_reader` a part of the answer's body, and return it to Envoy unchanged."""
         self._expect_phase("response_body", Phase.ANSWER)
         is_last = body.end_of_stream or body.end_of_stream_without_message
-        if body.body:
-            self._handler.response_content(body.body)
+        if body.body and self.answer_reader is not None:
+            self.answer_reader.response_content(body.body)
         if self._response_mode == DUPLEX:
             self._responses += [
                 pb.ProcessingResponse(response_body=chunk) for chunk in split_body((body.body,), is_last)
@@ -303,7 +310,8 @@ class ExtProcStream:
 
     def _end(self) -> None:
         self.phase = Phase.OVER
-        self._handler.response_ended()
+        if self.answer_reader is not None:
+            self.answer_reader.response_ended()
 
     def _expect_phase(self, message_kind: str, *phases: Phase) -> None:
         if self.phase not in phases:

@@ -43,7 +43,7 @@ class PickExchange(Exchange):
         self.context = context
         context.progress.last_byte_at_s = context.started_at_s  # the picker does not see when Envoy sends the request
         self.picker = client.picker
-        client.answer_reader = self
+        client.stream.answer_reader = self
         self._status = 0
         """Status of the answer; 0 before it."""
         self._fairness_id: str | None = None
@@ -213,7 +213,7 @@ class PickExchange(Exchange):
         """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
         client, context = self.client, self.context
         is_complete = self._status == 200 and context.progress.has_final_event(context.request.path)
-        if self._status and not client.is_abandoned and (is_complete or not client.stream.sees_response_body):
+        if self._status and not client.is_aborted and (is_complete or not client.stream.sees_response_body):
             self.response_ended()
         elif self._proxy.end(context, "client_gone"):
             self._proxy.abort(context)
@@ -248,7 +248,7 @@ class PickExchange(Exchange):
         """Stop following a request after the longest time that an answer may take. Envoy ends the request itself."""
         if now - self.context.started_at_s > timeouts.total_s and not self.context.is_done:
             self.context.outcome = "timeout"
-            self.client.abandon()
+            self.client.abort_response()
 
     def close(self) -> None:
         """Stop counting the request under its fairness id."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -18,11 +18,11 @@ from router.http.budget import BufferCharge
 from router.http.connection import Client, Responder, TaskResponder, cancel_responder
 from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, build_refusal, list_error_headers
+from router.http.local_replies import JSON, build_refusal, list_error_headers
 from router.http.request import HttpRequest
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
-from router.picker.ext_proc_stream import AnswerReader, Choice, ExtProcStream, Phase
+from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase
 from router.picker.messages import Request
 
 
@@ -57,32 +57,36 @@ class Picker:
 
 
 class PickerClient:
-    """Client side of one request, which Envoy describes in messages of a gRPC stream.
+    """Client of one request, for which Envoy asks for a worker in a gRPC stream.
 
-    To the exchange, which answers the request, it is what a connection to a client is in `router run`. Call `receive`
-    with each message, await `decision_made` while `stream` is choosing, and send what `stream.pop_responses` returns.
+    Envoy describes the request message by message, and is told the chosen worker, or an error. It sends the request to
+    that worker by itself. Call `receive` with each message, await `decision_made` while `stream` is choosing, and send
+    what `stream.pop_responses` returns.
     """
+
+    # The exchange asks this of every client. Here Envoy sends the answer, and adds the headers of CORS.
+    has_response_started = False
+    cors_headers = b""
 
     def __init__(self, picker: Picker, peer: str) -> None:
         """Make the client of one request before its first message. `peer`: address of the Envoy that sends it."""
         self.picker = picker
-        self.peer = peer
-        self.tenant = peer
-        """Tenant by the request's API key; the address until the key is checked."""
         self.stream = ExtProcStream(self, picker.proxy.config.limits.body_bytes_max)
+        """Envoy's messages about the request, and the replies to Envoy."""
+        self.peer = peer
+        """Address of Envoy; once the request is complete, that of Envoy's client."""
+        self.tenant = peer
+        """Name of the request's API key, or its address without keys; Envoy's address until the key is checked."""
         self._path = ""
+        """Path of the complete request, which decides the format of errors."""
         self._charge = BufferCharge(picker.proxy.budget)
         """Bytes of the request's body, which count against the router's limit."""
-
         self.responder: Responder | None = None
-        """Handles the request: first the task that decodes its body, then the exchange."""
-        self.answer_reader: AnswerReader | None = None
-        """The exchange, from its beginning to the end of the stream."""
-        self.has_response_started = False
-        self.cors_headers = b""
+        """Object to tell if the request is given up: the task that decodes its body, and then the exchange."""
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when a worker is chosen, or the request is refused or abandoned."""
-        self.is_abandoned = False
+        """Done when a worker is chosen, or the request is refused or aborted."""
+        self.is_aborted = False
+        """Whether the request has taken too long, so that the stream ends without a choice or the end of the answer."""
 
     def receive(self, message: Request) -> None:
         """Process a message of Envoy. Raises UnexpectedMessage. A request that is refused gets an error response."""
@@ -93,8 +97,7 @@ class PickerClient:
 
     def close(self) -> None:
         """End the request, as the stream has ended."""
-        self._cancel_responder()
-        self.answer_reader = None
+        self.request_cancelled()
         self.stream.close()
         self._charge.release()
 
@@ -104,7 +107,11 @@ class PickerClient:
         forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
-    # What the stream tells --------------------------------------------------------------------------------------------
+    # From the stream --------------------------------------------------------------------------------------------------
+
+    def request_cancelled(self) -> None:
+        """Have no worker picked any more, as Envoy answers the request itself, or has ended its stream."""
+        cancel_responder(self, "picker", self.picker.proxy.metrics.record_crash)
 
     def request_complete(self, request: HttpRequest) -> None:
         """Decode the body if it is compressed, then have a worker picked."""
@@ -152,7 +159,7 @@ class PickerClient:
     def _refuse(self, error: RequestError) -> None:
         """Count and answer an error in the request itself."""
         self.picker.proxy.metrics.http_errors[str(error.status)] += 1
-        self._cancel_responder()
+        self.request_cancelled()
         self.respond_error(error)
 
     def charge_body_bytes(self, body_bytes: int) -> None:
@@ -161,24 +168,7 @@ class PickerClient:
         self._charge.request_bytes = body_bytes
         self._charge.update()
 
-    def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
-        """Tell the exchange that the answer begins, and return its headers for the client."""
-        if self.stream.phase is not Phase.CHOSEN or self.answer_reader is None:
-            self._cancel_responder()  # Envoy answered before a worker got the request
-            return ()
-        return self.answer_reader.response_started(status, served_by)
-
-    def response_content(self, data: bytes) -> None:
-        """Give the exchange bytes of the answer."""
-        if self.answer_reader is not None:
-            self.answer_reader.response_content(data)
-
-    def response_ended(self) -> None:
-        """Tell the exchange that the answer is complete."""
-        if self.answer_reader is not None:
-            self.answer_reader.response_ended()
-
-    # What the exchange does -------------------------------------------------------------------------------------------
+    # From the exchange ------------------------------------------------------------------------------------------------
 
     def send_choice(self, choice: Choice) -> None:
         """Tell Envoy the chosen endpoints."""
@@ -202,17 +192,14 @@ class PickerClient:
 
     def crash(self, error: Exception) -> None:
         self.picker.proxy.metrics.record_crash("picker", error)
-        self._cancel_responder()
+        self.request_cancelled()
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
-    def abandon(self) -> None:
-        """End the stream to Envoy, because the request has taken too long."""
-        self.is_abandoned = True
-        self._cancel_responder()
-        self._signal_decision()
-
     def abort_response(self) -> None:
-        self.abandon()
+        """End the stream to Envoy, because the request has taken too long."""
+        self.is_aborted = True
+        self.request_cancelled()
+        self._signal_decision()
 
     def write(self, data: bytes) -> None:
         raise AssertionError("Envoy carries the bytes")
@@ -223,6 +210,3 @@ class PickerClient:
     def _signal_decision(self) -> None:
         if not self.decision_made.done():
             self.decision_made.set_result(None)
-
-    def _cancel_responder(self) -> None:
-        cancel_responder(self, "picker", self.picker.proxy.metrics.record_crash)

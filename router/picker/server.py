@@ -141,7 +141,7 @@ async def _answer_messages(client: PickerClient, context: Any) -> None:
     Once the request is complete, the reply waits until the router has chosen a worker.
     """
     stream = client.stream
-    while stream.phase is not Phase.OVER and not client.is_abandoned:
+    while stream.phase is not Phase.OVER and not client.is_aborted:
         message = await context.read()
         if message is grpc.aio.EOF:
             return

@@ -24,12 +24,14 @@ class RecordingHandler:
 
     def __init__(self) -> None:
         self.stream = ExtProcStream(self, LIMIT)
+        self.stream.answer_reader = self
         self.requests: list[HttpRequest] = []
         self.response_starts: list[tuple[int, str | None]] = []
         self.response_body = b""
         self.charged_bytes = 0
         self.end_count = 0
         self.chooses_at_once = True
+        self.is_cancelled = False
         self.body: bytes | None = None
 
     def request_complete(self, request: HttpRequest) -> None:
@@ -38,6 +40,9 @@ class RecordingHandler:
             request.pieces = (self.body,)
         if self.chooses_at_once:
             self.stream.choose(Choice(["10.0.0.1:8000", "10.0.0.2:8000"], [(b"x-set", b"\xc3\xa9")], ["x-gone"]))
+
+    def request_cancelled(self) -> None:
+        self.is_cancelled = True
 
     def charge_body_bytes(self, size: int) -> None:
         self.charged_bytes = size
@@ -237,6 +242,8 @@ def test_an_answer_that_envoy_made_itself_passes() -> None:
     handler.chooses_at_once = False
     handler.send(head(), body(b"{}", ends=True))
     assert kinds(handler.send(answer_head("504", ends=True))) == ["response_headers"]
+    assert handler.is_cancelled
+    assert not handler.response_starts
 
 
 _data = st.binary(max_size=30)
