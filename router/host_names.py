@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-from aiohappyeyeballs import start_connection
+import aiohappyeyeballs
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.helpers import is_ip_address
 
 from options.bounded_dict import BoundedDict
 
@@ -42,14 +43,16 @@ class HostNames(AbstractResolver):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOOKUPS_MAX, thread_name_prefix="names")
-        """Not those of uvloop: it has four, and also needs them to connect to IP addresses."""
+        """Not those of uvloop, which has four."""
         self._last_addresses: BoundedDict[str, list[AddressInfo]] = BoundedDict(NAMES_MAX)
         """Addresses of each host, as the last successful look-up found them, with port 0."""
         self._lookups: dict[str, _Lookup] = {}
         """Look-ups that have not ended, by host."""
 
     async def look_up(self, host: str, port: int) -> list[AddressInfo]:
-        """Return the addresses of a host. Raises OSError, UnicodeError."""
+        """Return the addresses of a host, which may be an IP address itself. Raises OSError, UnicodeError."""
+        if is_ip_address(host):
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         lookup = self._lookups.get(host)
         if lookup is None:
             lookup = _Lookup(asyncio.get_running_loop().create_task(self._query(host)), time.monotonic())
@@ -68,7 +71,8 @@ class HostNames(AbstractResolver):
 
         Each address gets a start of CONNECT_DELAY_S before the next one is tried too (Happy Eyeballs, RFC 8305).
         """
-        return await start_connection(await self.look_up(host, port), happy_eyeballs_delay=CONNECT_DELAY_S)
+        addresses = await self.look_up(host, port)
+        return await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=CONNECT_DELAY_S)
 
     async def _query(self, host: str) -> list[AddressInfo]:
         """Ask the name server. Return the last addresses if it fails, but not if it answers that there are none."""

@@ -11,13 +11,10 @@ import logging
 import socket
 import ssl
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
-
-from aiohttp.helpers import is_ip_address
 
 from options.addresses import get_default_port
 from router.host_names import HostNames
@@ -344,24 +341,20 @@ class UpstreamPool:
 
     async def connect(self, connection: UpstreamConnection) -> None:
         """Open a connection. Raises OSError (also for TLS and name errors), UnicodeError or asyncio.TimeoutError."""
-        loop, target = asyncio.get_running_loop(), connection.target
-        ssl_context = self._ssl_context if target.is_tls else None
-        connecting: Coroutine[Any, Any, Any]
-        if is_ip_address(target.host):
-            connecting = loop.create_connection(lambda: connection, target.host, target.port, ssl=ssl_context)
-        else:
-            connecting = self._connect_by_name(connection, ssl_context)
-        await asyncio.wait_for(connecting, self._connect_s_max)
+        await asyncio.wait_for(self._connect(connection), self._connect_s_max)
         if connection.transport is not None:  # otherwise it was closed at once
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
 
-    async def _connect_by_name(self, connection: UpstreamConnection, ssl_context: ssl.SSLContext | None) -> None:
-        """Open a connection to a worker that is named by its host. Raises OSError, UnicodeError."""
-        loop, host = asyncio.get_running_loop(), connection.target.host
-        sock = await self._host_names.connect(host, connection.target.port)
-        server_hostname = host if ssl_context is not None else None
-        await loop.create_connection(lambda: connection, sock=sock, ssl=ssl_context, server_hostname=server_hostname)
+    async def _connect(self, connection: UpstreamConnection) -> None:
+        target = connection.target
+        sock = await self._host_names.connect(target.host, target.port)
+        await asyncio.get_running_loop().create_connection(
+            lambda: connection,
+            sock=sock,
+            ssl=self._ssl_context if target.is_tls else None,
+            server_hostname=target.host if target.is_tls else None,
+        )
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         """Send a request, and read no answer. Failures are ignored."""

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from aiohttp.helpers import is_ip_address
 
 from events.sources import DEFAULT_PORT, EventSource, KVTransferOffer, make_default_source, parse_endpoint_host
 from events.types import DecodeError
@@ -476,15 +475,11 @@ class Prober:
 
     async def is_listening(self, host: str, port: int) -> bool | None:
         """Return whether an address accepts connections; None if that is not known, as no answer came in time."""
-        timeout_s = min(1.0, self._timeout_s)
         try:
-            if is_ip_address(host):
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
-                writer.close()
-            else:
-                (await asyncio.wait_for(self.host_names.connect(host, port), timeout_s)).close()
+            connected = await asyncio.wait_for(self.host_names.connect(host, port), min(1.0, self._timeout_s))
         except ConnectionRefusedError:
             return False
         except (OSError, asyncio.TimeoutError):
             return None
+        connected.close()
         return True

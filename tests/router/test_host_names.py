@@ -116,6 +116,24 @@ def test_a_look_up_goes_on_when_one_of_those_who_wait_leaves(run: Run) -> None:
     run(scenario)
 
 
+def test_an_ip_address_needs_no_thread_that_a_silent_name_server_holds(run: Run) -> None:
+    async def scenario(server: NameServer, names: HostNames) -> None:
+        is_over = threading.Event()
+        hosts = [f"gpu{number}" for number in range(host_names.LOOKUPS_MAX)]
+        server.answers.update(dict.fromkeys(hosts, is_over))
+        look_ups = [asyncio.ensure_future(list_hosts(names, host)) for host in hosts]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(list_hosts(names, "127.0.0.1"), 5) == [("127.0.0.1", 80)]
+        assert await asyncio.wait_for(list_hosts(names, "::1"), 5) == [("::1", 80, 0, 0)]
+        with pytest.raises(OSError):
+            await names.look_up("300.0.0.1", 80)
+        server.answers.update(dict.fromkeys(hosts, ("10.0.0.1",)))
+        is_over.set()
+        await asyncio.gather(*look_ups)
+
+    run(scenario)
+
+
 @pytest.fixture
 def silent_port() -> Iterator[int]:
     """Port of 127.0.0.2 at which no connection is accepted or refused, and of 127.0.0.1 at which one is accepted."""
