@@ -272,6 +272,15 @@ def test_block_lengths_are_bounded() -> None:
     assert index.ingest(holder, batch(stored_event([200], size=32))).stored == 1
 
 
+def test_rows_of_a_dump_without_room_count_as_refused_alone() -> None:
+    index, holder = one_holder()
+    ingest(index, holder, batch(stored_event([1])))
+    (part,) = dump(index, holder)
+    twin, copy = one_holder()
+    report = twin.load(copy, {**part, "rows": b"".join(ROW.pack(size, size, size, size, 1) for size in range(1, 101))})
+    assert (report.stored, report.refused) == (32, 68)
+
+
 # -- turns: how much is done under one hold of the lock, while requests wait -----------------------------------------
 
 PARKED = 8192

@@ -362,7 +362,7 @@ void Holder::load(const DumpPart& part, LockSlice& lock, Report& report) {
         names.push_back(row.name);
     }
     wake(names.data(), names.size(), report);
-    report.stored += part.rows.size();
+    report.stored += names.size();
     batch_positions_ = {};
     lock_ = nullptr;
 }
