@@ -116,14 +116,13 @@ class RouterCore:
         return self._place_queued(now)
 
     def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
-        """Send nothing more to a worker after failed health checks. If it was not down, the index forgets it."""
+        """Send nothing more to a worker after failed health checks. The first one has the index forget the worker."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
-        was_down = worker.is_down
         self.registry.breaker.open(worker, now, reason)
         self.registry.apply_worker_changes()
-        return [] if was_down else [self._lose_worker(worker_id, now), *self._place_queued(now)]
+        return [] if worker.is_lost else [self._lose_worker(worker_id, now), *self._place_queued(now)]
 
     def set_draining(
         self, worker_id: str, now: float, *, is_draining: bool = True, reason: str = "drained by an operator"
@@ -518,14 +517,16 @@ class RouterCore:
     ) -> list[Instruction]:
         """Count a failure against a worker; the worker is lost where it refuses connections."""
         is_fatal = kind is FailureKind.CONNECT
-        went_down = self.registry.breaker.record_failure(
+        self.registry.breaker.record_failure(
             worker, now, reason=f"{kind.value} failure", is_fatal=is_fatal, is_probe=is_probe
         )
         self.registry.apply_worker_changes()
-        return [self._lose_worker(worker.worker_id, now)] if went_down and is_fatal else []
+        is_newly_lost = is_fatal and worker.is_down and not worker.is_lost
+        return [self._lose_worker(worker.worker_id, now)] if is_newly_lost else []
 
     def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
         """Forget what a worker had cached, and the transfers with it."""
+        self.workers[worker_id].is_lost = True
         for target in self.registry.get_targets(worker_id):
             self._links.forget_target(target.name)
         self.clear_worker_cache(worker_id, now)

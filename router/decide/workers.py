@@ -158,6 +158,8 @@ class Worker:
     """Time of the last byte of any answer from the worker."""
     health_reason: str = ""
     """Why the worker is DOWN."""
+    is_lost: bool = False
+    """Whether its cache was forgotten because nothing answered there. No request or health check succeeded since."""
     announced_state: WorkerState | None = None
     """State that was last reported to `WorkerRegistry.on_state_change`; None for a new worker."""
     drain_reason: str = ""
@@ -207,8 +209,8 @@ class CircuitBreaker:
 
     def record_failure(
         self, worker: Worker, now: float, *, reason: str, is_fatal: bool = False, is_probe: bool = False
-    ) -> bool:
-        """Count a failure of a worker; return whether it took the worker down.
+    ) -> None:
+        """Count a failure of a worker, which may take the worker down.
 
         `is_fatal`: one such failure is enough. `is_probe`: the request failed that was to show whether the worker
         serves again. Other failures of a worker that is down do not lengthen the pause.
@@ -218,7 +220,6 @@ class CircuitBreaker:
         is_enough = is_fatal or worker.failures >= self._config.failures_to_open
         if is_probe or (was_up and is_enough):
             self.open(worker, now, reason, is_longer=is_probe)
-        return was_up and worker.health is WorkerState.DOWN
 
     def record_refusal(self, worker: Worker, now: float) -> None:
         """Avoid a worker that refused a request; for twice as long as the last time if it served nothing since."""
@@ -240,6 +241,7 @@ class CircuitBreaker:
         """Record an answer or a good health check; return whether the worker may get requests again."""
         worker.failures = 0
         worker.probe = None
+        worker.is_lost = False
         if worker.health is WorkerState.UP:
             return False
         worker.open_s = 0.0

@@ -173,6 +173,24 @@ def test_a_worker_that_goes_down_is_lost_once() -> None:
 
 
 @pytest.mark.parametrize("is_seen_by_traffic", [True, False])
+def test_a_worker_that_failed_requests_is_lost_once_nothing_answers_there(is_seen_by_traffic: bool) -> None:
+    """A process that dies resets its requests first: these alone do not show that its cache is gone."""
+    core, _ = make_core("a")
+    for number in range(4):
+        core.route(request(f"r{number}", [number]), 0.0)
+    for number in range(3):
+        assert core.fail_attempt(f"r{number}", FailureKind.STREAM, 0.1) == []
+    assert core.workers["a"].state is WorkerState.DOWN
+    if is_seen_by_traffic:
+        assert WorkerLost("a") in core.fail_attempt("r3", FailureKind.CONNECT, 0.2)
+    else:
+        assert core.mark_worker_down("a", 0.2, "no answer") == [WorkerLost("a")]
+    assert core.mark_worker_down("a", 1.0, "no answer") == []
+    core.mark_worker_up("a", 2.0)
+    assert core.mark_worker_down("a", 3.0, "no answer") == [WorkerLost("a")]
+
+
+@pytest.mark.parametrize("is_seen_by_traffic", [True, False])
 def test_nothing_that_was_sent_to_a_lost_worker_counts_as_cached(is_seen_by_traffic: bool) -> None:
     core, _ = make_core("ab")
     prompt = list(range(200))
