@@ -157,7 +157,7 @@ class ImaginaryDevice:
         def read() -> list[list[Any]]:
             while time.perf_counter() < device_done_s:
                 pass
-            return [torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
+            return [torch.zeros(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
 
         return read
 

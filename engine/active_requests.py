@@ -17,6 +17,11 @@ from engine.request_entry import RequestEntry
 from engine.step_draft import StepInFlight
 from engine.types import Sequence, SequenceOutput, StepResult
 
+NAN_MESSAGE = (
+    "the model computed logits that are not numbers (NaN) for this request; if its numbers are too large for float16, "
+    "--dtype bfloat16 or float32 helps"
+)
+
 
 class SchedulerTotals(msgspec.Struct):
     """Totals of the scheduler's work since the engine started, for its metrics."""
@@ -127,10 +132,11 @@ class ActiveRequests:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
-            failure = result.failure_by_chunk.get(index)
+            has_nan = index in result.nan_chunks
+            failure = NAN_MESSAGE if has_nan else result.failure_by_chunk.get(index)
             if failure is not None:
                 self.remove_after_steps(entry)
-                outputs.append(self.pop_with_error(entry, failure, is_client_error=True))
+                outputs.append(self.pop_with_error(entry, failure, is_client_error=not has_nan))
                 continue
             assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
             output = self._append_token(entry, token_id)

@@ -311,3 +311,5 @@ class StepResult:
     """Chunk index -> logprobs of the prompt tokens start + 1 .. end that exist, if the request wants them."""
     failure_by_chunk: dict[int, str] = field(default_factory=dict)
     """Chunk index -> reason why the answer must end with an error; its sampled token means nothing."""
+    nan_chunks: set[int] = field(default_factory=set)
+    """Indices of chunks with logits that are not numbers, from which no token can be sampled."""

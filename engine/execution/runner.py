@@ -356,17 +356,22 @@ class ModelRunner:
         return self.model.forward(step.token_ids, context, selected_indices)
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
-        """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
+        """Draw a token for each sampled chunk, and return the tokens and whether their logits are NaN.
+
+        The logprobs of the tokens follow if a request wants any.
+        """
         if not step.batch_state.sampled_chunks:
             return []
         sampled_hidden = hidden if step.selected.last_indices is None else hidden[step.selected.last_indices]
         if step.sampling_inputs is None:
             self.model.contribute_logits(sampled_hidden)
             return []
-        tokens, logprobs = self._sampler.sample(self.model.compute_logits(sampled_hidden), step.sampling_inputs)
+        logits = self.model.compute_logits(sampled_hidden)
+        has_nan = logits[:, 0].isnan()  # a hidden state with one NaN makes all its logits NaN
+        tokens, logprobs = self._sampler.sample(logits, step.sampling_inputs)
         if self._last_tokens is not None:
             self._last_tokens.index_copy_(0, step.batch_state.sampled_device_rows, tokens)
-        return [tokens, *logprobs]
+        return [tokens, has_nan, *logprobs]
 
     def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Compute the logprobs of the prompt tokens that follow each position of a chunk.

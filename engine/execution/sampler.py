@@ -6,7 +6,7 @@ in every batch, and its tokens differ only if the logits do.
 
 The order of operations is vLLM's: bias and min_tokens, penalties, masks of constraints, then for random rows
 temperature, min_p, top_k, top_p. Logprobs are computed from the model's raw logits. A row of NaN logits yields some
-token of the vocabulary, never an error.
+token of the vocabulary, which the runner reports as one that means nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 from engine.execution.logprobs import LOGPROB_TENSORS, read_logprobs
@@ -13,7 +14,8 @@ from engine.types import StepResult, TokenLogprobs
 def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> StepResult:
     """Build the result of a step, in the order of its plan.
 
-    outputs: the drawn tokens, their logprobs, then logprobs of prompts, as far as the step has them.
+    outputs: the drawn tokens, whether their logits are NaN, their logprobs, then logprobs of prompts, as far as the
+    step has them.
     failures: index among the drawn tokens -> reason why the answer cannot go on.
     """
     result = StepResult([None] * len(step.chunks))
@@ -28,15 +30,16 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
     """Add the tokens that a step drew to its result, with their logprobs and failures.
 
-    Removes the tokens and their logprobs from the front of `outputs`. A step draws a token for each sequence, unless
+    Removes what belongs to the draws from the front of `outputs`. A step draws a token for each sequence, unless
     it computes only the middle of its prompt. `outputs` and `failures` are in the order of these draws. The result is
     in the order of the step's plan.
     """
     assert step.sampling_inputs is not None
     plan_index_by_draw = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
-    drawn_tokens = outputs.pop(0)
+    drawn_tokens, nan_flags = outputs.pop(0), outputs.pop(0)
     for plan_index, token in zip(plan_index_by_draw, drawn_tokens, strict=True):
         result.sampled_tokens[plan_index] = token
+    result.nan_chunks.update(compress(plan_index_by_draw, nan_flags))
     for draw, reason in failures.items():
         result.failure_by_chunk[plan_index_by_draw[draw]] = reason
     logprob_rows = step.sampling_inputs.batch.logprobs

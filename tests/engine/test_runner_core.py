@@ -11,12 +11,13 @@ from hand_driver import Driver, Oracle
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.device_pool import DevicePool
+from engine.execution.prepared_step import PreparedStep
 from engine.execution.profiling import make_largest_step
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import FinishReason, Request, RunnerLostError, SamplingParams
+from engine.types import FinishReason, Request, RunnerLostError, SamplingParams, SequenceOutput
 
 RECIPES = {
     "qwen3": Recipe(),
@@ -149,3 +150,29 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
     monkeypatch.setattr(runner, "_check_device", raise_error)
     with pytest.raises(RunnerLostError, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
         runner.execute(plan)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logprobs=2)])
+def test_logits_that_are_not_numbers_end_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    core = make_core("qwen3", 512, 16)
+    for name in ("good", "bad"):
+        core.add(Request(request_id=name, token_ids=[1, 2, 3], params=params), now=0.0)
+    compute_hidden = ModelRunner._forward
+
+    def compute_bad_hidden(runner: ModelRunner, step: PreparedStep) -> torch.Tensor:
+        hidden = compute_hidden(runner, step)
+        hidden[[chunk.seq.request.request_id == "bad" for chunk in step.chunks], 7] = float("nan")
+        return hidden
+
+    monkeypatch.setattr(ModelRunner, "_forward", compute_bad_hidden)
+    outputs: dict[str, list[SequenceOutput]] = {"good": [], "bad": []}
+    while core.has_work:
+        for output in core.step(0.0):
+            outputs[output.request_id].append(output)
+    (bad_output,) = outputs["bad"]
+    assert bad_output.finish_reason is FinishReason.ERROR
+    assert not bad_output.is_client_error
+    assert "NaN" in (bad_output.error or "")
+    assert [output.finish_reason for output in outputs["good"]] == [None] * 5 + [FinishReason.LENGTH]
