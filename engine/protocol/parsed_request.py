@@ -302,9 +302,12 @@ def build_constraint(
     """
     requested = parse_requested_constraint(body, limits.call_format, grammar_tools)
     allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
-    if limits.script and isinstance(body, ChatRequest) and allows_plain_text:
-        # A simulated engine answers with the next turn of its script.
-        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammar_tools)
+    must_call = requested is not None and requested.param == "tool_choice"
+    if limits.script and isinstance(body, ChatRequest) and not must_call:
+        # A simulated engine answers with the next turn of its script, unless that is a text and the text has a format.
+        scripted = make_scripted_constraint(body, limits.script, limits.call_format, grammar_tools)
+        if allows_plain_text or scripted.param == "tools":
+            requested = scripted
     if requested is None:
         return None
     if limits.constraint_refusal is not None:

@@ -288,6 +288,18 @@ def test_what_must_be_said_wins_over_the_script(grammars: GrammarCompiler) -> No
     assert generate_text(grammars, make_constraint(script, response_format=form)) == "5"
 
 
+def test_a_scripted_call_is_made_beside_a_format_of_the_text(grammars: GrammarCompiler) -> None:
+    script = (ScriptTurn(call="g", arguments={}), ScriptTurn(text="no"))
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}
+    turns = [[ASK], [ASK, {"role": "assistant", "content": "x"}, ASK]]
+    call, text = (
+        generate_text(grammars, make_constraint(script, messages=talk, tools=TOOLS, response_format=form))
+        for talk in turns
+    )
+    assert parse_output(call)[1] == [("g", {})]
+    assert text == "5"
+
+
 def test_an_answer_that_a_client_has_begun_is_no_turn(grammars: GrammarCompiler) -> None:
     talk = [ASK, {"role": "assistant", "content": "It"}]
     fields = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
