@@ -104,10 +104,13 @@ def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
     """Return the configuration, with the defaults of KV transfers and KV events that follow from the server's --host.
 
     Transfers listen on the host unless they have an address of their own. Events are on, at that host, unless the user
-    has set any of their settings. Raises UsageError if transfers are on, and the key that all engines share is missing.
+    has set any of their settings. Raises UsageError if transfers are on, and the key that all engines share is missing,
+    or if a model of several ranks shall sleep.
     """
     config: ServeConfig = loaded_config.config
     engine_config, host = config.engine, config.server.host
+    if config.server.sleep_mode and engine_config.tensor_parallel_size > 1:
+        raise click.UsageError("--enable-sleep-mode: not with --tensor-parallel-size; leave one of them out")
     _check_transfer_key(engine_config)
     if not engine_config.kv_transfer.host:
         transfer_config = replace(engine_config.kv_transfer, host=host)

@@ -29,7 +29,6 @@ from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
 from engine.transfer.block_exchange import BlockMemory
 from kernels.cpu.packed import has_bf16_instructions
-from options import ConfigError
 
 if TYPE_CHECKING:
     from engine.execution.runner import ModelRunner
@@ -171,13 +170,9 @@ class LoadedModel:
         assert self._runner is not None
         return self._runner
 
-    def _check_single_rank(self) -> None:
-        if self._config.tensor_parallel_size > 1:
-            raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
-
     def sleep(self, level: int) -> None:
-        """Free the pool, and move the weights to the CPU; level 2 drops them. Raises ConfigError with several ranks."""
-        self._check_single_rank()
+        """Free the pool, and move the weights to the CPU; level 2 drops them. Never with several ranks."""
+        assert self._leader is None
         self._get_runner().release_pool()
         for weight in self._rank.model.weights:
             if level == 2:
@@ -200,11 +195,11 @@ class LoadedModel:
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
-        """Load the weights of a checkpoint, or the current one's again if `path` is None.
+        """Load the weights of a checkpoint, or the current one's again if `path` is None. Never with several ranks.
 
-        Raises ConfigError with several ranks; ModelError, OSError, RuntimeError.
+        Raises ConfigError, ModelError, OSError, RuntimeError.
         """
-        self._check_single_rank()
+        assert self._leader is None
         folder = self._folder if path is None else locate_model(path).folder
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)
         self._folder = folder

@@ -137,6 +137,9 @@ WRONG_STARTS = {
     ),
     "engine: unknown preset": WrongStart("engine serve --port 0 --simulate h900:x", "h900:x", "h100"),
     "engine: unknown parser": WrongStart("engine serve --tool-call-parser hermez", "--tool-call-parser", "hermes", 2),
+    "engine: sleep with several ranks": WrongStart(
+        "engine serve --enable-sleep-mode -tp 2", "--enable-sleep-mode", "not with --tensor-parallel-size", 2
+    ),
     "engine: flag misspelt": WrongStart("engine serve --prot 0", "--prot", "--port", 2),
     "router: setting misspelt": WrongStart("router run --config {folder}/typo.toml", "typo.toml", "nearest is port", 2),
     "router: file is no TOML": WrongStart("router run --config {folder}/broken.toml", "broken.toml", "line 1", 2),
