@@ -209,5 +209,5 @@ def read_clock(source: str) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _find_time_formats(source: str) -> tuple[str, ...]:
     """Return the formats in which a template writes the time; microseconds if a format is not a constant."""
-    formats = tuple(match[1] or match[2] for match in _TIME_CALL.finditer(source))
+    formats = tuple(match[1] or match[2] or "" for match in _TIME_CALL.finditer(source))
     return formats if len(formats) == source.count("strftime_now(") else ("%f",)

@@ -15,7 +15,7 @@ from jinja2.compiler import CodeGenerator
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import _add_reasoning_names
-from prompts.template_environment import TemplateEnvironment, make_environment
+from prompts.template_environment import TemplateEnvironment, make_environment, read_clock
 from tests.prompts import chat_templates
 
 ALL = chat_templates.ALL
@@ -312,3 +312,9 @@ def test_what_is_written_short_means_the_same(source):
     short = TemplateEnvironment.code_generator_class
     assert short is not CodeGenerator
     assert render_with(short) == render_with(CodeGenerator)
+
+
+def test_a_template_may_ask_for_the_time_in_an_empty_format() -> None:
+    source = "{{ strftime_now('') }}{{ strftime_now(\"\") }}"
+    assert read_clock(source) == ("", "")
+    assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == ""
