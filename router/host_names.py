@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import aiohappyeyeballs
@@ -26,7 +26,7 @@ LOOKUP_S_MAX = 1.0
 CONNECT_DELAY_S = 0.25
 """Time that an address of a host has to answer before the next one is tried too."""
 LOOKUPS_MAX = 64
-"""Most look-ups at once, each in a thread."""
+"""Most look-ups at once, each in a thread of its own."""
 NAMES_MAX = 8192
 
 AddressInfo = tuple[Any, Any, int, str, Any]
@@ -42,8 +42,7 @@ class HostNames(AbstractResolver):
     """Looks up host names, each once at a time, and remembers their addresses. Also a resolver for aiohttp."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(LOOKUPS_MAX, thread_name_prefix="names")
-        """Not those of uvloop, which has four."""
+        self._slots = asyncio.Semaphore(LOOKUPS_MAX)
         self._last_addresses: BoundedDict[str, list[AddressInfo]] = BoundedDict(NAMES_MAX)
         """Addresses of each host, as the last successful look-up found them, with port 0."""
         self._lookups: dict[str, _Lookup] = {}
@@ -77,9 +76,8 @@ class HostNames(AbstractResolver):
     async def _query(self, host: str) -> list[AddressInfo]:
         """Ask the name server. Return the last addresses if it fails, but not if it answers that there are none."""
         try:
-            loop = asyncio.get_running_loop()
-            find_addresses = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-            addresses = await loop.run_in_executor(self._threads, find_addresses)
+            async with self._slots:
+                addresses = await _find_addresses(host)
         except socket.gaierror as error:
             last_addresses = self._last_addresses.pop(host, None)
             if error.errno != socket.EAI_AGAIN or last_addresses is None:
@@ -106,6 +104,21 @@ class HostNames(AbstractResolver):
 
     async def close(self) -> None:
         """Do nothing: look-ups end by themselves."""
+
+
+async def _find_addresses(host: str) -> list[AddressInfo]:
+    """Call `getaddrinfo` in a daemon thread: the end of the program need not wait for a silent name server."""
+    answer: Future[list[AddressInfo]] = Future()
+
+    def find() -> None:
+        try:
+            answer.set_result(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        except Exception as error:  # noqa: BLE001  whoever awaits it gets it
+            answer.set_exception(error)
+
+    answer.set_running_or_notify_cancel()  # from now on, nobody can cancel it
+    threading.Thread(target=find, name="names", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def _retrieve_error(task: asyncio.Task[list[AddressInfo]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -132,6 +134,25 @@ def test_an_ip_address_needs_no_thread_that_a_silent_name_server_holds(run: Run)
         await asyncio.gather(*look_ups)
 
     run(scenario)
+
+
+def test_a_program_ends_while_a_name_server_is_silent() -> None:
+    code = """
+import asyncio, socket, threading
+from router.host_names import HostNames
+
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
+
+async def main():
+    try:
+        await asyncio.wait_for(HostNames().look_up("gpu1", 80), 0.01)
+    except asyncio.TimeoutError:
+        print("end")
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("end\n", "", 0)
 
 
 @pytest.fixture
