@@ -6,6 +6,8 @@ import logging
 import os
 import ssl
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from options.values import ConfigError
 
@@ -51,6 +53,41 @@ def _load_server_context(certificate_path: str, key_path: str, client_ca_path: s
     return context
 
 
+class ServerPem(NamedTuple):
+    """Contents of the TLS files of a listening address, for servers that are not of Python's `ssl`."""
+
+    certificate_chain: bytes
+    key: bytes
+    client_ca: bytes | None = None
+
+
+def watch_server_pem(
+    certificate_path: str, key_path: str, client_ca_path: str | None = None
+) -> Callable[[], ServerPem]:
+    """Return a function that returns the contents of the files of `make_server_context`. Raises ConfigError.
+
+    It reads files anew that have changed. Until they are valid, it returns the old contents.
+    """
+    files = _WatchedFiles(certificate_path, key_path, client_ca_path)
+
+    def read_files() -> ServerPem:
+        _load_server_context(certificate_path, key_path, client_ca_path)  # raises if they do not fit together
+        client_ca = None if client_ca_path is None else Path(client_ca_path).read_bytes()
+        return ServerPem(Path(certificate_path).read_bytes(), Path(key_path).read_bytes(), client_ca)
+
+    pem = read_files()
+
+    def load_newest_files() -> None:
+        nonlocal pem
+        pem = read_files()
+
+    def get_newest() -> ServerPem:
+        files.reload_if_changed(load_newest_files)
+        return pem
+
+    return get_newest
+
+
 class _WatchedFiles:
     """Files of a TLS context, which are read anew when they have changed."""
 
@@ -59,7 +96,7 @@ class _WatchedFiles:
         self._versions = self._read_versions()
 
     def reload_if_changed(self, reload: Callable[[], None]) -> None:
-        """Call `reload` if a file has changed since the last call. If it raises ConfigError, only log that."""
+        """Call `reload` if a file has changed since the last call. A ConfigError or OSError of it is only logged."""
         versions = self._read_versions()
         if versions == self._versions:
             return
@@ -67,7 +104,7 @@ class _WatchedFiles:
         try:
             reload()
             log.info("%s was read anew", ", ".join(self._paths))
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             log.error("the last certificate stays in use: %s", error)
 
     def _read_versions(self) -> list[tuple[int, int]]:

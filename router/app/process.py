@@ -7,14 +7,13 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from options import ConfigError
 from options.addresses import bracket_host
 from options.system import import_event_loops, raise_file_limit
-from options.tls import watch_client_files
+from options.tls import ServerPem, watch_client_files, watch_server_pem
 from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
@@ -257,22 +256,20 @@ class RouterProcess:
             dispatch=partial(self._dispatcher.dispatch, make_exchange=PickExchange),
         )
         server = PickerServer(picker, find_unready_reason=self._health.find_unready_reason)
-        server.bind(config.host, config.port, config.picker.health_port, _read_picker_certificate(config))
+        server.bind(config.host, config.port, config.picker.health_port, _make_picker_pem_source(config))
         return server
 
 
-def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:
-    """Return the certificate chain and the private key of the picker's port; None without TLS. Raises ConfigError."""
+def _make_picker_pem_source(config: EppConfig) -> Callable[[], ServerPem] | None:
+    """Return what tells the TLS files of the picker's port as they are now; None without TLS. Raises ConfigError."""
     if config.picker.self_signed:
         from router.picker.certificate import make_self_signed_certificate
 
-        return make_self_signed_certificate(config.host)
+        pem = ServerPem(*make_self_signed_certificate(config.host))
+        return lambda: pem
     if config.tls_cert is None or config.tls_key is None:
         return None
-    try:
-        return Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: {error}") from error
+    return watch_server_pem(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
 def run_process(config: ProcessConfig, version: str, process_class: type[RouterProcess] = RouterProcess) -> None:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from options.addresses import bracket_host
+from options.tls import ServerPem
 from router.picker.ext_proc_stream import Phase, UnexpectedMessage
 from router.picker.picker_client import Picker, PickerClient
 
@@ -52,14 +53,14 @@ class PickerServer:
         self.port = 0
         self.open_stream_count = 0
 
-    def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> None:
+    def bind(self, host: str, port: int, health_port: int, get_pem: Callable[[], ServerPem] | None) -> None:
         """Bind both ports; no request is answered until `start`. Raises OSError.
 
-        `certificate` is a chain and its private key, both PEM; None for no TLS.
+        `get_pem` is called at each TLS handshake, from any thread; None for no TLS.
         """
         picker_server = self._make_picker_server()
         health_server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        self.port = _bind(picker_server, host, port, certificate, "--port")
+        self.port = _bind(picker_server, host, port, get_pem, "--port")
         bound_health_port = _bind(health_server, host, health_port, None, "--health-port")
         self._servers = [picker_server, health_server]
         for server in self._servers:  # Envoy may ask for the health on either port
@@ -152,13 +153,24 @@ async def _answer_messages(client: PickerClient, context: Any) -> None:
             await context.write(response)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, get_pem: Callable[[], ServerPem] | None, flag: str) -> int:
     """Bind a server to an address and return the port. Raises OSError, which names the flag of the address."""
     address = f"{bracket_host(host)}:{port}"
     try:
-        if certificate is None:
+        if get_pem is None:
             return int(server.add_insecure_port(address))
-        chain, key = certificate
-        return int(server.add_secure_port(address, grpc.ssl_server_credentials([(key, chain)])))
+        return int(server.add_secure_port(address, _make_credentials(get_pem)))
     except RuntimeError as error:
         raise OSError(f"{flag} {address}: cannot be used: {error}") from error
+
+
+def _make_credentials(get_pem: Callable[[], ServerPem]) -> grpc.ServerCredentials:
+    """Return TLS credentials whose files are read at each handshake. With authorities, clients need a certificate."""
+
+    def get_configuration() -> grpc.ServerCertificateConfiguration:
+        chain, key, client_ca = get_pem()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
+
+    return grpc.dynamic_ssl_server_credentials(
+        get_configuration(), get_configuration, require_client_authentication=get_pem().client_ca is not None
+    )

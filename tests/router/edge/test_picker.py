@@ -8,9 +8,10 @@ import gzip
 import json
 import random
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from options.tls import ServerPem, watch_server_pem
 from router.app.guard import ApiKeys
 from router.decide.workers import ServedModel, WorkerSpec
 from router.host_names import HostNames
@@ -97,7 +99,11 @@ def worker_of(response: Any) -> str:
 
 @asynccontextmanager
 async def picker(
-    edge: Any, workers: int = 3, config: PickerConfig | None = None, **settings: Any
+    edge: Any,
+    workers: int = 3,
+    config: PickerConfig | None = None,
+    get_pem: Callable[[], ServerPem] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Envoy]:
     await edge.start(**settings)
     for number in range(workers):
@@ -110,10 +116,9 @@ async def picker(
         dispatch=partial(edge.dispatcher.dispatch, make_exchange=PickExchange),
     )
     server = PickerServer(picking, find_unready_reason=edge.health.find_unready_reason)
-    certificate = make_self_signed_certificate("127.0.0.1") if picking.config.self_signed else None
-    server.bind("127.0.0.1", 0, 0, certificate)
+    server.bind("127.0.0.1", 0, 0, get_pem)
     await server.start()
-    envoy = Envoy(edge, server, picking, certificate[0] if certificate else None)
+    envoy = Envoy(edge, server, picking, None if get_pem is None else get_pem().certificate_chain)
     try:
         server.refresh(edge.now())
         yield envoy
@@ -152,7 +157,8 @@ def test_a_certificate_of_its_own(edge: Any) -> None:
     """As gateways ask for it: TLS, HTTP/2 by ALPN."""
 
     async def scenario() -> None:
-        async with picker(edge, config=PickerConfig(self_signed=True)) as envoy:
+        pem = ServerPem(*make_self_signed_certificate("127.0.0.1"))
+        async with picker(edge, get_pem=lambda: pem) as envoy:
             _, response = await envoy.ask()
             assert len(endpoints(response)) == 3
             client = ssl.create_default_context()
@@ -161,6 +167,41 @@ def test_a_certificate_of_its_own(edge: Any) -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", envoy.port, ssl=client)
             assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
             writer.close()
+
+    edge.run(scenario())
+
+
+def test_renewed_certificates_and_authorities_count_for_the_next_connection(edge: Any, tmp_path: Path) -> None:
+    """Files as an operator replaces them: of the server, and of those who may sign the certificates of its clients."""
+    pems = {name: make_self_signed_certificate("127.0.0.1") for name in ("old", "new", "alice", "bob")}
+    paths = [tmp_path / name for name in ("tls.pem", "tls.key", "ca.pem")]
+
+    def write(name: str, authority: str) -> None:
+        for path, content in zip(paths, (*pems[name], pems[authority][0])):
+            path.with_suffix(".next").write_bytes(content)
+            path.with_suffix(".next").rename(path)
+
+    async def is_let_in(envoy: Envoy, trusted: str, client: str | None = None) -> bool:
+        chain, key = pems[client] if client else (None, None)
+        credentials = grpc.ssl_channel_credentials(pems[trusted][0], key, chain)
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{envoy.port}", credentials, options) as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            except grpc.aio.AioRpcError as error:
+                return bool(error.code() is not grpc.StatusCode.UNAVAILABLE)
+        return True
+
+    async def scenario() -> None:
+        write("old", "alice")
+        async with picker(edge, get_pem=watch_server_pem(*map(str, paths))) as envoy:
+            clients = ("alice", "bob", None)
+            assert [await is_let_in(envoy, "old", client) for client in clients] == [True, False, False]
+            write("new", "bob")
+            assert [await is_let_in(envoy, "new", client) for client in clients] == [False, True, False]
+            assert not await is_let_in(envoy, "old", "bob")
+            paths[1].write_bytes(pems["old"][1])  # and not its certificate
+            assert await is_let_in(envoy, "new", "bob")
 
     edge.run(scenario())
 
