@@ -143,6 +143,12 @@ class EngineConfig:
         """Most tokens of a step: `max_num_batched_tokens`, or its default."""
         return DEFAULT_STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
+    def overlaps_steps(self, device_type: str) -> bool:
+        """Return whether a step is planned and begun while the one before is computed, on `cpu` or `cuda`."""
+        if self.tensor_parallel_size > 1:  # followers would need the tokens that rank 0 draws
+            return False
+        return self.overlap == "on" or (self.overlap == "auto" and device_type != "cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:

@@ -20,7 +20,6 @@ from engine.execution.sizing import (
     make_runner,
     resolve_rank_model,
     select_rank_device,
-    should_overlap,
     size_cache,
 )
 from engine.grammars import GrammarCompiler
@@ -106,7 +105,7 @@ def _make_executor(config: EngineConfig, rank: RankModel, model: LoadedModel, ho
         device=str(rank.device),
         step_tokens_max=config.step_tokens_max,
         host_unit_count=host_unit_count,
-        overlaps_steps=should_overlap(config, rank.device),
+        overlaps_steps=config.overlaps_steps(rank.device.type),
         target_prefill_tokens=_choose_target_prefill_tokens(rank.device, rank.dtype),
     )
 

@@ -138,7 +138,7 @@ def make_runner(
         max_num_seqs=count_sequences_max(config),
         eos_token_ids=eos_token_ids,
         seed=config.seed,
-        overlaps_steps=should_overlap(config, device),
+        overlaps_steps=config.overlaps_steps(device.type),
         mask_threads=count_mask_threads(config, device),
     )
     uses_cuda_graphs = device.type == "cuda" and not config.enforce_eager
@@ -157,13 +157,6 @@ def count_mask_threads(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cpu":
         return config.num_threads
     return max(config.num_threads, min(MASK_THREADS_MAX, (os.cpu_count() or 1) // 2))
-
-
-def should_overlap(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether a step is planned and begun while the one before is computed."""
-    if config.tensor_parallel_size > 1:  # followers would need the tokens that rank 0 draws
-        return False
-    return config.overlap == "on" or (config.overlap == "auto" and device.type != "cpu")
 
 
 def select_rank_device(config: EngineConfig, rank: int) -> torch.device:

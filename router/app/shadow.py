@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from options import ConfigError
 from prompts.errors import RequestError
@@ -104,54 +102,26 @@ class ShadowProcess(RouterProcess):
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""
         try:
             await self._wait_for_workers()
-            worker_ids = sorted(self.pipeline.proxy.core.workers)
             has_requests = False
             with log_path.open("rb") as log_file:
                 for logged_request, request in read_log(log_file, str(log_path)):
                     has_requests = True
-                    await self._record_logged_request(logged_request, request, worker_ids)
+                    await self._record_logged_request(logged_request, request)
             if not has_requests:
                 raise ConfigError(f"--log: {log_path} has no requests, expected one JSON body a line")
         finally:
             self._shutdown.end_requested.set()
 
-    async def _record_logged_request(
-        self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
-    ) -> None:
+    async def _record_logged_request(self, logged_request: LogLine, request: HttpRequest) -> None:
         """Read and record one request of a log, or only count it if its prompt or its worker cannot be found out."""
-        recorder, reader = self._recorder, self.pipeline.request_reader
+        reader = self.pipeline.request_reader
         context = RequestContext(request, tenant="", started_at_s=0.0)
         try:
             await reader.read(context, request.path)
         except RequestError:
-            recorder.counts["unread"] += 1
-            return
-        route = reader.build_route_request(context)
-        worker_id = self._find_logged_worker(logged_request, worker_ids)
-        if worker_id is None:
-            recorder.counts["unplaced"] += 1
-        elif route.token_ids is None:
-            recorder.counts["unread"] += 1
+            self._recorder.counts["unread"] += 1
         else:
-            recorder.record_logged(logged_request, route, worker_id)
-
-    def _find_logged_worker(self, logged_request: LogLine, worker_ids: Sequence[str]) -> str | None:
-        """Return the id of the worker that answered a logged request; None if the router has no such worker.
-
-        The log names it by its id or its address. If the log names none, the workers of `worker_ids` take turns.
-        """
-        workers, name = self.pipeline.proxy.core.workers, logged_request.worker
-        if name is None:
-            turn = self._recorder.counts["dealt"]
-            self._recorder.counts["dealt"] += 1
-            return worker_ids[turn % len(worker_ids)]
-        if name in workers:
-            return name
-        address = urlsplit(name).netloc or name
-        for worker in workers.values():
-            if urlsplit(worker.spec.url).netloc == address:
-                return worker.worker_id
-        return None
+            self._recorder.record_logged(logged_request, reader.build_route_request(context))
 
     async def _wait_for_workers(self) -> None:
         """Wait for a worker of a model with a tokenizer here. Raises ConfigError if none comes in time."""

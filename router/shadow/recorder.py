@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
@@ -148,14 +149,34 @@ class Recorder:
             cache_tokens = sum(target.capacity.observed_kv_tokens or 0 for target in targets) or None
         return ObservedEngine(spec.worker_id, cache_tokens, spec.max_num_seqs, spec.is_shortest_first, spec.step_tokens)
 
-    def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
-        """Record a request of a log, which was answered by `worker`."""
+    def record_logged(self, line: LogLine, route: RouteRequest) -> None:
+        """Record a request of a log, or only count it if its prompt was not read or its worker is not known."""
+        worker = self._find_logged_worker(line.worker)
+        if worker is None or route.token_ids is None:
+            self.counts["unplaced" if worker is None else "unread"] += 1
+            return
         at_s = line.arrived_s if line.arrived_s is not None else float(len(self.requests))
         request = self._observe(route, at_s)
         request.worker, request.cached_tokens, request.output_tokens = worker, line.cached_tokens, line.output_tokens
         request.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
         request.end_s = None if line.latency_s is None else at_s + line.latency_s
         self._store(request)
+
+    def _find_logged_worker(self, name: str | None) -> str | None:
+        """Return the id of the worker that a log names by its id or address; None if the router has no such worker.
+
+        If the log names none, the workers take turns.
+        """
+        workers = self.core.workers
+        if name is None:
+            turn = self.counts["dealt"]
+            self.counts["dealt"] += 1
+            return sorted(workers)[turn % len(workers)] if workers else None
+        if name in workers:
+            return name
+        address = urlsplit(name).netloc or name
+        named_ids = (worker.worker_id for worker in workers.values() if urlsplit(worker.spec.url).netloc == address)
+        return next(named_ids, None)
 
     def _find_worker_of_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
         """Search for the worker that answered a conversation's last turn, when the next turn comes.

@@ -21,7 +21,6 @@ from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.device_pool import DevicePool
 from engine.execution.runner import ModelRunner, RunnerConfig
-from engine.execution.sizing import should_overlap
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
@@ -443,7 +442,7 @@ def test_what_a_step_counted_that_stood_on_a_failed_one_is_forgotten() -> None:
 )  # fmt: skip
 def test_where_steps_overlap(how: Any, device: str, ranks: int, expected: bool) -> None:
     config = EngineConfig(model="m", overlap=how, tensor_parallel_size=ranks)
-    assert should_overlap(config, torch.device(device)) == expected
+    assert config.overlaps_steps(device) == expected
 
 
 def _fail_device() -> None:
