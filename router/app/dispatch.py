@@ -19,7 +19,8 @@ from router.edge.request_reader import RequestReader
 from router.http.connection import Client
 from router.http.request import HttpRequest
 
-_TRACE_ID_PATTERN: Final = re.compile(rb"[!-~]{1,128}")
+TRACE_ID_BYTES_MAX: Final = 128
+_TRACE_ID_PATTERN: Final = re.compile(rb"[!-~]{1,%d}" % TRACE_ID_BYTES_MAX)
 """An `x-request-id` that may be forwarded: printable characters without spaces."""
 ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
 """Makes the exchange of a request, from the proxy, the client and the context."""
