@@ -28,7 +28,7 @@ ELSEWHERE = {
     "router/edge/token_recorder.py:PLAIN_EVENT_BYTES_MAX": "what is longer is read as any other event",
     "router/edge/response_redactor.py:KEY_START_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
-    "router/prompting/body_tail.py:TAIL_BYTES_MAX": "what is longer is read as any other body",
+    "router/prompting/partial_body.py:TAIL_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/turn_memo.py:CHARS_MAX": "what is longer is not remembered",
     "router/prompting/turn_memo.py:EDGE_CHARS_MAX": "messages with more white space are rendered by the template",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",

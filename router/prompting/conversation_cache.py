@@ -70,6 +70,17 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages after the boundary in the body for which it was made."""
 
 
+class OtherFields(msgspec.Struct, frozen=True, eq=False):
+    """Fields of an OpenAI chat's body besides its messages, such as tools. If they come again, they are not parsed."""
+
+    request: RoutingRequest
+    """The request without its messages."""
+    end_json: bytes
+    """The body after its messages, such as `], "stream": true}`."""
+    keeps_messages_as_sent: bool
+    """Whether the template got the messages as the client sent them, and not as newer transformers change them."""
+
+
 class CachedConversation(msgspec.Struct, eq=False):
     """Cached token ids of a conversation's last prompt, with boundaries up to which later requests can use them.
 
@@ -90,12 +101,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """In the order of their offsets."""
     token_ids: array[int]
     """Token ids of the prompt, at least up to the last boundary."""
-    chat: RoutingRequest | None
-    """The request without its messages; None if the body is not in OpenAI's format."""
-    end_json: bytes = b""
-    """The body after its messages, such as `], "stream": true}`. If it is equal, only new messages are parsed."""
-    keeps_messages_as_sent: bool = False
-    """Whether the template got the messages as the client sent them, and not as newer transformers change them."""
+    other_fields: OtherFields | None
+    """None if the body is not in OpenAI's format."""
     model: str = ""
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
@@ -112,10 +119,45 @@ class CachedConversation(msgspec.Struct, eq=False):
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.prefix.text) for boundary in self.boundaries])
-        if self.chat is not None:
-            json_bytes_besides_messages = self.messages_start + len(self.end_json)
-            size_bytes += len(self.end_json) + _DECODED_BYTES_PER_BYTE * json_bytes_besides_messages
+        if self.other_fields is not None:
+            end_bytes = len(self.other_fields.end_json)
+            size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)
         return size_bytes + len(str(self.first_message.get("content")))
+
+    def outline_with(self, boundary: Boundary, new_messages: list[Message]) -> Outline | None:
+        """Return the fingerprints of the messages before a boundary, and of new ones; None without an `outline`."""
+        return None if self.outline is None else self.outline.replace_end(boundary.message_count, new_messages)
+
+    def extend(
+        self, boundary: Boundary, next_boundary: Boundary, new_messages: list[Message], token_ids: array[int],
+        other_fields: OtherFields | None,
+    ) -> CachedConversation:  # fmt: skip
+        """Return the entry of a later turn, which has `new_messages` after `boundary`, and `next_boundary` among them.
+
+        For example, an entry has boundaries after 2 and 4 messages, and the later turn continues it after 4, with 5
+        more. Then its entry has boundaries after 2, 4 and, say, 8 messages. `token_ids`: those of the whole prompt.
+        """
+        boundaries = [earlier for earlier in self.boundaries if earlier.body_end <= boundary.body_end]
+        while len(boundaries) >= BOUNDARIES_MAX:
+            _drop_boundary(boundaries)
+        outlined_messages = new_messages[: next_boundary.message_count - boundary.message_count]
+        return msgspec.structs.replace(
+            self,
+            outline=self.outline_with(boundary, outlined_messages),
+            boundaries=[*boundaries, next_boundary],
+            token_ids=token_ids,
+            other_fields=other_fields,
+        )
+
+
+def _drop_boundary(boundaries: list[Boundary]) -> None:
+    """Drop the first boundary, or the second one if the first is the last that is before a user's message.
+
+    Some templates rewrite the messages since the user's last one once the user sends another. The conversation can then
+    be continued only from the boundary before them.
+    """
+    is_first_needed = boundaries[0].starts_turn and not any(boundary.starts_turn for boundary in boundaries[1:])
+    boundaries.pop(1 if is_first_needed else 0)
 
 
 class BoundaryLocation(NamedTuple):
@@ -191,15 +233,15 @@ class ConversationCache:
             self._locations_by_conversation.move_to_end(conversation)
 
     def store(
-        self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
+        self, conversation: CachedConversation, body: bytes, replaced_entry: CachedConversation | None = None
     ) -> None:
-        """Store the conversation that was read from a body. It replaces `predecessor`, of which it is a later turn.
+        """Store the conversation that was read from a body. It replaces the entry of an earlier turn, if given.
 
         A conversation of more than a quarter of the cache is not stored. If the cache is full, the least recently used
         conversations are dropped; if too many boundaries share a key, the conversation of the oldest.
         """
-        if predecessor is not None:
-            self._drop(predecessor)
+        if replaced_entry is not None:
+            self._drop(replaced_entry)
         size_bytes = conversation.memory_bytes
         locations = self._locate(conversation, body)
         if size_bytes > self.max_bytes // 4 or not locations:

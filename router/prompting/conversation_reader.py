@@ -116,7 +116,7 @@ class ConversationReader:
     def compare(self, model: str, continuation: Continuation, token_ids: Sequence[int]) -> None:
         """Compare a continued prompt with the truncated ids of a full read; if they differ, read the model's whole."""
         self.check_count += 1
-        continued_ids = truncate_prompt(continuation.token_ids, continuation.tail.request, None) or ()
+        continued_ids = truncate_prompt(continuation.token_ids, continuation.request, None) or ()
         if array(ID_TYPE, token_ids) == array(ID_TYPE, continued_ids):
             return
         message_count = continuation.boundary.message_count

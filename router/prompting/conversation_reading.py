@@ -9,6 +9,7 @@ before message 7.
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,11 +19,17 @@ from prompts.anthropic import MessagesRequest, convert_turns, depends_on_templat
 from prompts.routing import RoutingRequest, raw_fields_decoder
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
-from router.prompting.body_tail import BodyTail, digest_inputs, is_text_prompt, locate_messages, parse_tail
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
-from router.prompting.conversation_cache import BOUNDARIES_MAX, Boundary, CachedConversation
+from router.prompting.conversation_cache import Boundary, CachedConversation
 from router.prompting.encode import RenderedPrompt
-from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
+from router.prompting.outline import Outline
+from router.prompting.partial_body import (
+    digest_inputs,
+    get_other_fields,
+    is_text_prompt,
+    locate_messages,
+    parse_new_messages,
+)
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS, is_system_message
 
 GROWTH_BYTES_MIN = 1024
@@ -31,17 +38,13 @@ TRAILING_MESSAGES = 3
 """Last messages that a client's next request may change: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
 """Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
-_START = Boundary(
-    body_end=0, message_count=0, token_count=0, prefix=NO_PLACEHOLDERS, starts_turn=False, trailing_count=0,
-)  # fmt: skip
-"""The start of a conversation."""
 
 
 class _Cut(NamedTuple):
     """A place between two messages at which a body and the text of its prompt can be cut for the next turn."""
 
-    rendered: RenderedMessages
-    """The messages that are cut, with their text: the whole conversation, or its part after an earlier boundary."""
+    earlier_count: int
+    """Messages before the cut: of the whole conversation, or of its part after an earlier boundary."""
     after: RenderedMessages
     """The messages after the cut, with their text."""
     body_end: int
@@ -49,11 +52,11 @@ class _Cut(NamedTuple):
     trailing_count: int
     """Messages of the body after the cut."""
 
-    def make_boundary(self, previous_boundary: Boundary, token_count: int) -> Boundary:
-        """Make the boundary at this cut from the previous one. `token_count`: tokens of the prompt before the cut."""
+    def make_boundary(self, message_offset: int, token_count: int) -> Boundary:
+        """Make the boundary at this cut. Before the messages that are cut, there are `message_offset` others."""
         return Boundary(
             body_end=self.body_end,
-            message_count=previous_boundary.message_count + len(self.rendered.messages) - len(self.after.messages),
+            message_count=message_offset + self.earlier_count,
             token_count=token_count,
             prefix=self.after.prefix,
             starts_turn=self.after.messages[0].get("role") == "user",
@@ -67,23 +70,26 @@ class Continuation(msgspec.Struct, eq=False):
     conversation: CachedConversation
     boundary: Boundary
     """Place between two messages up to which the request and the conversation are equal."""
-    tail: BodyTail
-    """The messages after the boundary."""
+    request: RoutingRequest
+    """The request, without the messages before the boundary."""
+    new_messages: list[Message]
+    """Messages of the chat after the boundary."""
     token_ids: array[int]
     """Token ids of the whole prompt."""
-    successor: CachedConversation | None = None
-    """Cache entry of this request, for the next turn."""
+    cache_entry: CachedConversation | None = None
+    """Cache entry by which the next turn is read; None if `conversation` serves for that as well."""
+    read_s: float = 0.0
+    """Time that reading the new messages took."""
 
     @property
-    def predecessor(self) -> CachedConversation | None:
-        """The cached conversation that `successor` replaces; None if both stay in the cache."""
+    def replaced_entry(self) -> CachedConversation | None:
+        """The cached conversation that `cache_entry` replaces; None if both stay in the cache."""
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
 
     def outline(self) -> Outline | None:
         """Return fingerprints of all messages; None if the cached ones have none, or a template may change new ones."""
-        if depends_on_template(self.tail.request.source):
-            return None
-        return _extend_outline(self.conversation.outline, self.boundary, self.tail.messages)
+        is_certain = not depends_on_template(self.request.source)
+        return self.conversation.outline_with(self.boundary, self.new_messages) if is_certain else None
 
 
 # A body that was read whole -------------------------------------------------------------------------------------------
@@ -109,18 +115,15 @@ def cache_conversation(
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
         return None
-    is_chat = request.kind == "chat"
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
         inputs_digest=inputs.digest,
         first_message=inputs.first_message,
-        outline=_extend_outline(outline, boundaries[-1], []),
+        outline=None if outline is None else outline.replace_end(boundaries[-1].message_count, []),
         boundaries=boundaries,
         token_ids=token_ids,
-        chat=chat.replace(messages=None) if is_chat else None,
-        end_json=body[messages_array.end :] if is_chat else b"",
-        keeps_messages_as_sent=renderer.template.keeps_messages_as_sent,
+        other_fields=get_other_fields(request, body, messages_array, renderer.template),
     )
 
 
@@ -147,17 +150,16 @@ def _make_first_boundaries(
     system_count = sum(1 for _ in takewhile(is_system_message, rendered.messages))
     message_count_min = max(system_count + 1, MESSAGES_MIN)
     boundaries: list[Boundary] = []
-    last_boundary = _START
     for trailing_count in _choose_trailing_counts(request, message_ends):
-        count_min = max(message_count_min - last_boundary.message_count, 1)
+        message_offset = boundaries[-1].message_count if boundaries else 0
+        count_min = max(message_count_min - message_offset, 1)
         cut = _cut_before_last(request, message_ends, rendered, trailing_count, count_min=count_min)
         if cut is None:
             continue
         later_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
         token_count = len(token_ids) - len(later_ids)
         if token_ids[token_count:] == later_ids:  # the ids can be cut at the same place as the text
-            last_boundary = cut.make_boundary(last_boundary, token_count)
-            boundaries.append(last_boundary)
+            boundaries.append(cut.make_boundary(message_offset, token_count))
             rendered = cut.after
     return boundaries
 
@@ -200,7 +202,7 @@ def _cut_before_last(
     after = rendered.cut_after(earlier_count)
     if after is None:
         return None
-    return _Cut(rendered, after, body_end=message_ends[-trailing_count - 1], trailing_count=trailing_count)
+    return _Cut(earlier_count, after, body_end=message_ends[-trailing_count - 1], trailing_count=trailing_count)
 
 
 # A body that continues a cached conversation --------------------------------------------------------------------------
@@ -220,98 +222,37 @@ def continue_conversation(
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
     `differs_before_next`: whether the body is known to differ from the cached one before the latter's next boundary.
     """
-    tail = parse_tail(conversation, boundary, body, renderer.template)
-    if tail is None:
+    partial_body = parse_new_messages(conversation, boundary, body, renderer.template)
+    if partial_body is None:
         return None
-    if conversation.kind == "messages" and not tail.messages:
+    request, new_messages = partial_body.request, partial_body.new_messages
+    if conversation.kind == "messages" and not new_messages:
         return None  # the assistant's last message would be continued, which the cached ids do not allow
-    rendered = renderer.render_new(boundary.prefix, tail.inputs, tail.messages)
+    rendered = renderer.render_new(boundary.prefix, partial_body.inputs, new_messages)
     if rendered is None:
         return None
     cut = None
-    new_bytes = len(body) - boundary.body_end
-    if new_bytes >= max(GROWTH_BYTES_MIN, boundary.body_end // 32):  # enough for a cache entry of its own
-        changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
-        cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages)
-    return _append_new_tokens(conversation, boundary, tail, rendered, cut=cut, body=body)
+    is_worthwhile = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
+    if is_worthwhile and not depends_on_template(request.source):
+        trailing_count = _count_trailing_messages(conversation, boundary, differs_before_next=differs_before_next)
+        _, *new_message_ends = partial_body.messages_array.find_message_ends()
+        cut = _cut_before_last(request, new_message_ends, rendered, trailing_count)
 
-
-def _cut_tail(
-    tail: BodyTail, rendered: RenderedMessages, boundary: Boundary, *, changes_last_messages: bool
-) -> _Cut | None:
-    """Cut the messages after a boundary where the next turn may continue them; None if they cannot be cut there.
-
-    The cut is before the last message, or a few earlier if this client changes the last messages of its requests.
-    """
-    if len(tail.messages) <= 1 or depends_on_template(tail.request.source):
-        return None
-    cuts_earlier = changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES
-    trailing_count = TRAILING_MESSAGES if cuts_earlier else 1
-    return _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
-
-
-def _append_new_tokens(
-    conversation: CachedConversation,
-    boundary: Boundary,
-    tail: BodyTail,
-    rendered: RenderedMessages,
-    *,
-    cut: _Cut | None,
-    body: bytes,
-) -> Continuation:
-    """Append the token ids of new messages to the cached ids before `boundary`.
-
-    `tail`: the new messages. `rendered`: their text. `cut`: place among them at which the next turn of the conversation
-    can continue; with it, the result also has the cache entry for that turn.
-    """
-    tokenizer = rendered.renderer.tokenizer
+    encode = partial(renderer.tokenizer.encode_array, add_special_tokens=False)
     text_after_cut = "" if cut is None else cut.after.text
     token_ids = conversation.token_ids[: boundary.token_count]
-    token_ids += tokenizer.encode_array(rendered.text.removesuffix(text_after_cut), add_special_tokens=False)
-    continuation = Continuation(conversation, boundary, tail, token_ids)
+    token_ids += encode(rendered.text.removesuffix(text_after_cut))
+    continuation = Continuation(conversation, boundary, request, new_messages, token_ids)
     if cut is not None:
-        next_boundary = cut.make_boundary(boundary, token_count=len(token_ids))
-        token_ids += tokenizer.encode_array(text_after_cut, add_special_tokens=False)
-        continuation.successor = _make_successor(continuation, next_boundary, body)
+        next_boundary = cut.make_boundary(boundary.message_count, token_count=len(token_ids))
+        token_ids += encode(text_after_cut)
+        continuation.cache_entry = conversation.extend(
+            boundary, next_boundary, new_messages, token_ids, partial_body.other_fields
+        )
     return continuation
 
 
-def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a request that continues a cached conversation, for the turn after it.
-
-    The new entry has the boundaries of the cached conversation up to the one at which this request continued, and then
-    `next_boundary`.
-    """
-    conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
-    boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
-    while len(boundaries) >= BOUNDARIES_MAX:
-        _drop_boundary(boundaries)
-    new_messages = tail.messages[: next_boundary.message_count - boundary.message_count]
-    successor = msgspec.structs.replace(
-        conversation,
-        outline=_extend_outline(conversation.outline, boundary, new_messages),
-        boundaries=[*boundaries, next_boundary],
-        token_ids=continuation.token_ids,
-    )
-    if conversation.chat is not None and tail.inputs.chat is not conversation.chat:  # other fields were parsed anew
-        successor.chat = tail.inputs.chat.replace(messages=None)
-        successor.end_json = body[tail.messages_array.end :]
-    return successor
-
-
-def _drop_boundary(boundaries: list[Boundary]) -> None:
-    """Drop the first boundary, or the second one if the first is the last that is before a user's message.
-
-    Some templates rewrite the messages since the user's last one once the user sends another. The conversation can then
-    be continued only from the boundary before them.
-    """
-    is_first_needed = boundaries[0].starts_turn and not any(boundary.starts_turn for boundary in boundaries[1:])
-    boundaries.pop(1 if is_first_needed else 0)
-
-
-def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: list[Message]) -> Outline | None:
-    """Return the outline of the messages before a boundary and of new ones after it; None without an `outline`."""
-    if outline is None:
-        return None
-    cached_fingerprints = outline.messages[: FINGERPRINT_BYTES * boundary.message_count]
-    return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
+def _count_trailing_messages(conversation: CachedConversation, boundary: Boundary, *, differs_before_next: bool) -> int:
+    """Return how many last messages the next turn may change: a few if this client has changed such messages before."""
+    has_changed_messages = differs_before_next and boundary is not conversation.boundaries[-1]
+    return TRAILING_MESSAGES if has_changed_messages or boundary.trailing_count == TRAILING_MESSAGES else 1

@@ -50,6 +50,12 @@ class Outline(NamedTuple):
         """Number of messages."""
         return len(self.messages) // FINGERPRINT_BYTES
 
+    def replace_end(self, message_count: int, messages: list[Message]) -> Outline:
+        """Return the outline of a chat that has these messages after the first `message_count` ones."""
+        return self._replace(
+            messages=self.messages[: FINGERPRINT_BYTES * message_count] + fingerprint_messages(messages)
+        )
+
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
     """Return the fingerprints of a chat; None if the request cannot be read as one, or is nested too deeply."""

@@ -102,6 +102,24 @@ class ParsedBody(msgspec.Struct, eq=False):
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
 
+    @classmethod
+    def make_continued(cls, continuation: Continuation, body: bytes, tokens_max: int | None) -> ParsedBody:
+        """Make the body of a request that continues a cached conversation. `tokens_max`: most tokens of its model."""
+        token_ids, request, cache_entry = continuation.token_ids, continuation.request, continuation.cache_entry
+        prompt = TokenizedPrompt(
+            token_ids=truncate_prompt(token_ids, request, tokens_max),
+            seconds=continuation.read_s,
+            conversation=cache_entry,
+            size=measure_prompts(token_ids, request, tokens_max),
+        )
+        return cls(
+            request=request,
+            prompt=prompt,
+            body=b"" if cache_entry is None else body,
+            first_message_digest=continuation.conversation.first_message_digest,
+            continuation=continuation,
+        )
+
     def get_outline(self) -> Outline | None:
         """Return fingerprints of the messages; None if the body is no chat, or if its messages could not be read."""
         if self.continuation is not None:

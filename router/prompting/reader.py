@@ -119,9 +119,7 @@ class PromptReader:
         new_bytes = len(data) - matches[0].boundary.body_end
         if new_bytes > INLINE_BYTES_MAX:
             return self._continue_in_thread(matches, data, body_to_read)
-        continuation, read_s = self._continue(matches, data)
-        parsed_body = self._make_continued_body(continuation, read_s, data, body_to_read)
-        return parsed_body or self._begin_whole_read(body_to_read)
+        return self._end_continued_read(self._continue(matches, data), data, body_to_read)
 
     def _begin_whole_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Read all of a body: at once if it is small, else by a coroutine.
@@ -260,55 +258,40 @@ class PromptReader:
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
-    def _continue(self, matches: Sequence[BoundaryLocation], body: bytes) -> tuple[Continuation | None, float]:
-        """Read only the new messages of a body; return the prompt, or None, and the time it took. Thread-safe."""
-        return self._run_timed(partial(self.conversations.read_continuation, matches, body))
+    def _continue(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
+        """Read only the new messages of a body; return None if the body must be read whole. Thread-safe."""
+        continuation, read_s = self._run_timed(partial(self.conversations.read_continuation, matches, body))
+        if continuation is not None:
+            continuation.read_s = read_s
+        return continuation
 
     async def _continue_in_thread(
         self, matches: Sequence[BoundaryLocation], body: bytes, body_to_read: BodyToRead
     ) -> ParsedBody:
         """Continue a cached conversation in a thread, else read the body whole."""
-        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body))
-        parsed_body = self._make_continued_body(continuation, read_s, body, body_to_read)
+        continuation = await self.run_in_thread(partial(self._continue, matches, body))
+        read = self._end_continued_read(continuation, body, body_to_read)
         del body  # it may be a copy, and the request may wait for a process
-        read = parsed_body or self._begin_whole_read(body_to_read)
         return read if isinstance(read, ParsedBody) else await read
 
-    def _make_continued_body(
-        self, continuation: Continuation | None, read_s: float, body: bytes, body_to_read: BodyToRead
-    ) -> ParsedBody | None:
-        """Return the parsed body of a request of which only the messages after the cached ones were read.
+    def _end_continued_read(
+        self, continuation: Continuation | None, body: bytes, body_to_read: BodyToRead
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+        """Return the body of a conversation that was continued, or else begin to read the whole body.
 
-        `read_s`: seconds that this took. Return None if the whole body must be read after all: there is no
-        `continuation`, or the request is for another model.
+        The whole body is read without a continuation, and if the cached conversation is of another model. A sample of
+        continued prompts is compared with those of the whole bodies, in the background.
         """
         if continuation is None:
-            return None
-        request, conversation = continuation.tail.request, continuation.conversation
-        target = body_to_read.find_target(request)
-        if target.base_model != conversation.model:
-            return None
-        self._begin_check_if_due(continuation, body)
-        prompt = TokenizedPrompt(
-            token_ids=truncate_prompt(continuation.token_ids, request, target.tokens_max),
-            seconds=read_s,
-            conversation=continuation.successor,
-            size=measure_prompts(continuation.token_ids, request, target.tokens_max),
-        )
-        return ParsedBody(
-            request=request,
-            prompt=prompt,
-            body=b"" if continuation.successor is None else body,
-            first_message_digest=conversation.first_message_digest,
-            continuation=continuation,
-        )
-
-    def _begin_check_if_due(self, continuation: Continuation, body: bytes) -> None:
-        """Count a continued prompt, and compare a sample of them in the background with the whole body's prompt."""
+            return self._begin_whole_read(body_to_read)
+        target = body_to_read.find_target(continuation.request)
+        if target.base_model != continuation.conversation.model:
+            return self._begin_whole_read(body_to_read)
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             task = asyncio.get_running_loop().create_task(self._check(continuation, body))
             self._check_tasks.add(task)
             task.add_done_callback(self._check_tasks.discard)
+        return ParsedBody.make_continued(continuation, body, target.tokens_max)
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
         """Compare the token ids of a continued prompt with those of the whole body, which is read in the background."""

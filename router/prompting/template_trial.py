@@ -137,8 +137,8 @@ def _compare_cached_and_full_tokens(
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
             problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
             return cached_turn_count, problem
-        if continuation.successor is not None:
-            reader.cache.store(continuation.successor, body, continuation.predecessor)
+        if continuation.cache_entry is not None:
+            reader.cache.store(continuation.cache_entry, body, continuation.replaced_entry)
     return cached_turn_count, None
 
 

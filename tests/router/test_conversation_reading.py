@@ -90,7 +90,7 @@ class Turns:
         else:
             self.continuations.append(continuation)
             check_same(continuation, request, prompt)
-            conversation, predecessor = continuation.successor, continuation.predecessor
+            conversation, predecessor = continuation.cache_entry, continuation.replaced_entry
         if conversation is not None:
             check_conversation(conversation, prompt)
             cache.store(conversation, body, predecessor)
@@ -99,7 +99,7 @@ class Turns:
 
 
 def check_same(continuation: Continuation, request: RoutingRequest, prompt: RenderedPrompt) -> None:
-    read = continuation.tail.request
+    read = continuation.request
     if prompt.token_ids is not None:  # else a template refuses what it is not shown again, as the worker will
         assert list(truncate_prompt(continuation.token_ids, read, None) or ()) == list(
             truncate_prompt(prompt.token_ids, request, None) or ()
@@ -184,7 +184,7 @@ def test_every_turn_but_the_first_is_cached(tokenizer: Tokenizer, kind: ApiKind)
         assert (continuation is None) == (turn == 0)
         if continuation is not None:
             assert len(body) - continuation.boundary.body_end < 22_000, "of bodies of up to 50,000 bytes"
-            assert continuation.successor is not None
+            assert continuation.cache_entry is not None
         talk = [*talk, *long_talk(3, f"turn {turn} ")[1:]]
     assert len(turns.reader.cache) <= 2, "it is replaced, but for its first turn, of which more was cached"
 
@@ -457,7 +457,7 @@ def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: T
     continuation = reader.read_continuation(reader.find("chat", longer), longer)
     assert continuation is not None
     assert continuation.outline() is None
-    assert continuation.successor is None or continuation.successor.outline is None
+    assert continuation.cache_entry is None or continuation.cache_entry.outline is None
 
 
 def test_digests_are_of_beginnings() -> None:
