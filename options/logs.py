@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any
+
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line. Control characters are escaped, so that a client's text forges no line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], super().formatMessage(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -28,7 +38,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(level: str, *, as_json: bool) -> None:
     """Log to stderr. Stdout is only for a program's address and generated keys."""
     handler = logging.StreamHandler(sys.stderr)
-    text_formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+    text_formatter = TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if as_json else text_formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -41,3 +41,16 @@ def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("some.part").warning("seen")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("WARNING some.part: seen")
+
+
+def test_a_clients_text_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", as_json=False)
+    log = logging.getLogger("router")
+    log.info("request model=%s", "x\n01:00:00 ERROR   router: forged\r\x1b[2J\x85\u2028 \u00e9\u4e2d")
+    try:
+        raise ValueError("a reason")
+    except ValueError:
+        log.exception("it failed")
+    line, *failure = capsys.readouterr().err.split("\n")
+    assert line.endswith("model=x\\n01:00:00 ERROR   router: forged\\r\\x1b[2J\\x85\\u2028 \u00e9\u4e2d")
+    assert failure[1].startswith("Traceback")
