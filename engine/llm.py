@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -35,6 +39,7 @@ from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplateError
 from prompts.schemas import Int64, Salt
 
+PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's {"prompt": text} / {"prompt_token_ids": ids}, either with "cache_salt"."""
 
@@ -219,6 +224,9 @@ class LLM:
             return _PromptJob(prompt, self._tokenizer.encode(prompt))
         if not isinstance(prompt, Mapping):
             return _PromptJob(None, _check_token_ids(prompt, param))
+        unknown_keys = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
+        if unknown_keys:
+            raise field_error(param, f"got the key {unknown_keys[0]}, expected {', '.join(sorted(PROMPT_KEYS))}")
         salt = _get_salt(prompt, prompt_index)
         if "prompt_token_ids" in prompt:
             return _PromptJob(prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param), salt)
@@ -257,8 +265,11 @@ class LLM:
     def _run(self, jobs: list[_PromptJob], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Run the engine until all prompts are answered, and return the results in the prompts' order.
 
-        `params`: sampling parameters of each prompt. Each of its `n` samples is a request of its own.
+        `params`: sampling parameters of each prompt. Each of its `n` samples is a request of its own. Raises
+        RuntimeError after `close`.
         """
+        if self._engine is None:
+            raise RuntimeError("this LLM was closed")
         for prompt_index, (job, prompt_params) in enumerate(zip(jobs, params)):
             self._make_requests(job, prompt_params, prompt_index)
         job_and_choice_by_id = {
@@ -269,10 +280,12 @@ class LLM:
             for job in jobs:
                 for request in job.requests:
                     self._core.add(request, time.monotonic())
-            while self._core.has_work:
-                for output in self._core.step(time.monotonic()):
-                    job, choice = job_and_choice_by_id[output.request_id]
-                    self._add_output(output, job, choice, progress)
+            with _defer_interrupts() as deliver_interrupt:
+                while self._core.has_work:
+                    for output in self._core.step(time.monotonic()):
+                        job, choice = job_and_choice_by_id[output.request_id]
+                        self._add_output(output, job, choice, progress)
+                    deliver_interrupt()
         finally:
             progress.close()
             self._core.abort(list(job_and_choice_by_id))  # after an exception or Ctrl-C, requests still run
@@ -381,6 +394,30 @@ class _ProgressBar:
         self._bar.close()
 
 
+@contextmanager
+def _defer_interrupts() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C wait until the function that is yielded is called: half a step would leave the engine inconsistent."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread
+        yield lambda: None
+        return
+    has_interrupt = False
+
+    def note_interrupt(*_: object) -> None:
+        nonlocal has_interrupt
+        has_interrupt = True
+
+    def deliver_interrupt() -> None:
+        if has_interrupt:
+            signal.signal(signal.SIGINT, earlier_handler)
+            signal.raise_signal(signal.SIGINT)
+
+    earlier_handler = signal.signal(signal.SIGINT, note_interrupt)
+    try:
+        yield deliver_interrupt
+    finally:
+        signal.signal(signal.SIGINT, earlier_handler)
+
+
 def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
@@ -413,7 +450,7 @@ def _make_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items: list[Any] = list(_check_iterable(prompts))
-    return [items] if items and isinstance(items[0], int) else items
+    return [items] if items and isinstance(items[0], Integral) else items
 
 
 def _check_token_ids(values: object, param: str) -> list[int]:
@@ -434,7 +471,7 @@ def _get_salt(prompt: Mapping[str, Any], prompt_index: int) -> str | None:
 
 def _check_iterable(value: object) -> Iterable[Any]:
     """Return `value`. Raises RequestError if it is not iterable."""
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or isinstance(value, bytes):
         raise field_error("prompts", f"got {type(value).__name__}, expected texts or token ids")
     return value
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
@@ -35,7 +37,10 @@ def test_results_come_in_the_prompts_order_and_do_not_depend_on_the_batch(llm: L
 
 def test_all_forms_of_one_prompt(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("the same prompt")
-    forms: list[Any] = ["the same prompt", ids, [ids], {"prompt": "the same prompt"}, [{"prompt_token_ids": ids}]]
+    forms: list[Any] = [
+        "the same prompt", ids, [ids], {"prompt": "the same prompt"}, [{"prompt_token_ids": ids}], numpy.array(ids),
+        {"prompt": "the same prompt", "multi_modal_data": None},
+    ]  # fmt: skip
     texts = {llm.generate(form, GREEDY, use_tqdm=False)[0].outputs[0].text for form in forms}
     assert len(texts) == 1
 
@@ -91,6 +96,8 @@ def test_chat_is_the_template_rendered(llm: LLM, capsys: pytest.CaptureFixture[s
         ("x", SamplingParams(logit_bias={10**9: 1.0}), "logit_bias"),
         ([], GREEDY, ""),
         ([[]], GREEDY, "no tokens"),
+        (b"bytes", GREEDY, "got bytes"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, GREEDY, "multi_modal_data"),
     ],
 )
 def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: SamplingParams, says: str) -> None:
@@ -100,6 +107,32 @@ def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: 
     with pytest.raises(RequestError, match=says):
         llm.generate(["fine", prompt] if prompt != [[]] else prompt, params, use_tqdm=False)
     assert not llm._core.has_work
+
+
+def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the kernel goes on, with the model that was loaded."""
+    expected = llm.generate("the next prompt", GREEDY, use_tqdm=False)[0].outputs[0].text
+    apply, handler = llm._core.scheduler.apply, signal.getsignal(signal.SIGINT)
+
+    def interrupt_then_apply(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return apply(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core.scheduler, "apply", interrupt_then_apply)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["interrupted"] * 3, GREEDY, use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not llm._core.has_work
+    assert llm.generate("the next prompt", GREEDY, use_tqdm=False)[0].outputs[0].text == expected
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = LLM(max_model_len=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x", GREEDY, use_tqdm=False)
 
 
 def test_blocks_do_not_move_without_a_server() -> None:
