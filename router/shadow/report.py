@@ -88,6 +88,7 @@ def render_page(report: ShadowReport) -> bytes:
     """Return the report as an HTML page in UTF-8."""
     parts = [
         _render_head(report),
+        _render_unplaced(report),
         _render_savings(report),
         _render_losses(report),
         _render_plots(report),
@@ -106,6 +107,15 @@ def _render_head(report: ShadowReport) -> str:
         f"<title>router shadow</title><style>{STYLE}</style><h1>What today's placement loses</h1>"
         f"<p>{clock}; requests: {counts or 'none yet'}. router {escape(report.version)}</p>"
     )
+
+
+def _render_unplaced(report: ShadowReport) -> str:
+    """Render how many requests are not compared because their worker is unknown, and why; empty if there are none."""
+    unplaced_count = report.requests.get("unplaced", 0)
+    if not unplaced_count:
+        return ""
+    reasons = "the log gives them a worker that is not in the table below, or no cache grew by their prompts"
+    return f"<p class=warn>{unplaced_count:,} requests are left out: {reasons}.</p>"
 
 
 def _render_savings(report: ShadowReport) -> str:

@@ -140,6 +140,16 @@ def test_the_page_says_where_speeds_or_placements_are_not_the_users(has_times: b
     assert ("3 requests name no worker" in page) is bool(dealt_count)
 
 
+@pytest.mark.parametrize("unplaced_count", [0, 60])
+def test_the_page_says_why_requests_are_left_out(unplaced_count: int) -> None:
+    report = ShadowReport(
+        version="1", since=0.0, until=1.0, requests={"unplaced": unplaced_count}, comparison=None,
+        problem=None, tokens={}, turns={}, workers=[], seen=60, lost={},
+    )  # fmt: skip
+    page = render_page(report).decode()
+    assert ("60 requests are left out: the log gives them a worker that is not" in page) is bool(unplaced_count)
+
+
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
     with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
         compare_placements([observe(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
