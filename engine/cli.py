@@ -47,10 +47,10 @@ def cli() -> None:
 )
 @click.argument("model", required=False)
 @add_flags(SCHEMA)
-@click.option("--enable-prompt-tokens-details", is_flag=True,
-              help="Accepted for vLLM's command lines; cached tokens are always reported.")  # fmt: skip
-@click.option("--enable-auto-tool-choice", is_flag=True,
-              help="Accepted for vLLM's command lines; calls are found wherever a request has tools.")  # fmt: skip
+@click.option(
+    "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--enable-chunked-prefill", "--trust-remote-code",
+    is_flag=True, help="Accepted for vLLM's command lines: the first three are always so, and no model brings code.",
+)  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
 )

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from engine.cache.spec import CacheSpec
+from engine.cli import cli
 from engine.config import EngineConfig
 from engine.dry_run import describe_cache
 from engine.models import HfConfig, ModelError, build_model
@@ -97,3 +99,9 @@ def test_a_dry_run_tells_the_layout_without_weights(tmp_path: Path) -> None:
     description = describe_cache(EngineConfig(model=str(tmp_path), num_gpu_blocks_override=10))
     assert "state: 1 layers, 67,840 bytes, 1 a unit" in description
     assert "padding: at most" in description
+
+
+def test_flags_of_vllm_that_change_nothing_here_are_accepted() -> None:
+    flags = ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--enable-chunked-prefill"]
+    result = CliRunner().invoke(cli, ["serve", "--dry-run", "--trust-remote-code", *flags])
+    assert result.exit_code == 0, result.output
