@@ -15,7 +15,7 @@ import msgspec
 from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, RouteRequest, TransferKind
+from router.decide.messages import RouteRequest, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
@@ -59,6 +59,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
     A candidate is a target (a worker or a rank of one), possibly with a plan to move KV there from another target.
     """
 
+    request: RouteRequest
     candidates: list[Candidate]
     winner: Candidate
     request_facts: RequestFacts
@@ -72,6 +73,11 @@ class RoutingChoice(msgspec.Struct, eq=False):
         """Return the candidate with the earliest first token, of those that can serve the request."""
         able_candidates = (candidate for candidate in self.candidates if not candidate.is_missing_source)
         return min(able_candidates, key=lambda candidate: candidate.terms.ttft_s)
+
+    def find_most_cached(self) -> Candidate:
+        """Return the candidate with the longest cached prefix, without a transfer; the winner if none has a longer."""
+        alone = (candidate for candidate in self.candidates if candidate.plan is None)
+        return max([self.winner, *alone], key=lambda candidate: candidate.cached_tokens)
 
     @property
     def wait_s(self) -> float:
@@ -189,7 +195,7 @@ class Chooser:
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
         self._add_plans(choice, plans)
-        choice.winner = self._pick_winner(request, choice)
+        choice.winner = self._pick_winner(choice)
         if not explain or shortlist is targets:
             return choice
 
@@ -254,16 +260,14 @@ class Chooser:
         alone = [candidate for candidate in choice.candidates if not candidate.is_missing_source]
         choice.candidates = [*alone, *plans]
 
-    def add_missing_source(
-        self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
-    ) -> bool:
+    def add_missing_source(self, choice: RoutingChoice, excluded_sources: frozenset[str]) -> bool:
         """Complete a choice whose winner cannot compute the prompt: add the source, a worker that sends it the KV.
 
         Changes `choice.winner` to the same worker with the source, and returns True. Returns False if no worker can be
         the source. The source is the cheapest of the least busy workers. Those that failed this request before
         (`excluded_sources`), or whose transfers to the winner failed lately, are used only if there are no others.
         """
-        decoder, now = choice.winner.target, choice.request_facts.now
+        request, decoder, now = choice.request, choice.winner.target, choice.request_facts.now
         sources = self._find_partners(request, decoder, excluded_sources)
         if not sources:
             sources = self._find_partners(request, decoder, excluded_sources=frozenset())
@@ -328,7 +332,7 @@ class Chooser:
         if request.media_conversation is not None:
             self._add_media_hits(request, candidates, facts.now)
         self._price(candidates, facts, queued_ahead_s)
-        return RoutingChoice(candidates, candidates[0], facts, prompt)
+        return RoutingChoice(request, candidates, candidates[0], facts, prompt)
 
     def _price(
         self,
@@ -342,9 +346,9 @@ class Chooser:
                 candidate.queued_ahead_s = queued_ahead_s.get(candidate.target.name, 0.0)
             candidate.terms = price_worker(candidate, request_facts, self._cost_config)
 
-    def _pick_winner(self, request: RouteRequest, choice: RoutingChoice) -> Candidate:
+    def _pick_winner(self, choice: RoutingChoice) -> Candidate:
         """Return the candidate that session affinity or else the policy takes."""
-        candidates = choice.candidates
+        request, candidates = choice.request, choice.candidates
         if self._session_affinity:
             session_candidate = self._find_session_candidate(request, candidates, choice.request_facts.now)
             if session_candidate is not None:
@@ -399,51 +403,20 @@ class Chooser:
         placement = placements.get(key)
         return placement if placement is not None and now - placement.placed_at_s <= self._placement_ttl_s else None
 
-    def rechoose_behind_queue(
-        self, request: RouteRequest, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]
-    ) -> None:
+    def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
         """Price the candidates again and pick one, now that the request's place in the queue is known."""
         self._price(choice.candidates, choice.request_facts, queued_ahead_s)
-        choice.winner = self._pick_winner(request, choice)
+        choice.winner = self._pick_winner(choice)
 
-    def make_decision(
-        self,
-        request: RouteRequest,
-        choice: RoutingChoice,
-        now: float,
-        *,
-        explain: bool,
-        attempt: int = 0,
-        waited_s: float = 0.0,
-    ) -> Decision:
-        """Return a choice as the decision that is reported: worker, prediction and price.
-
-        It names the candidate with the longest cached prefix, if that is not the winner. With `explain`, it has the
-        prices of all candidates, and why other workers are none. `attempt`: number of earlier tries that failed.
-        """
-        target, terms = choice.winner.target, choice.winner.terms
-        decision = Decision(
-            request_id=request.request_id,
-            worker=target.worker_id,
-            rank=target.rank,
-            attempt=attempt,
-            prompt_tokens=request.prompt_tokens,
-            predicted_cached_tokens=terms.cached_tokens,
-            predicted_ttft_s=terms.ttft_s,
-            terms=terms,
-            decided_s=now,
-            queued_s=waited_s,
-        )
-        most_cached_tokens = terms.cached_tokens
-        for candidate in choice.candidates:
-            if candidate.cached_tokens > most_cached_tokens and candidate.plan is None:
-                most_cached_tokens = candidate.cached_tokens
-                decision.most_cached = candidate.terms
-        if explain:
-            all_terms = [candidate.terms for candidate in choice.candidates]
-            decision.candidates = sorted(all_terms, key=lambda terms: terms.cost)
-            decision.not_eligible = self._registry.find_ineligibility_reasons(request)
-        return decision
+    def commit(self, choice: RoutingChoice, now: float) -> None:
+        """Record that a request is sent to the winner of a choice. Later ties, sessions and conversations need that."""
+        self.tie_rotation += 1
+        request = choice.request
+        placement = Placement(choice.winner.target.name, request.prompt_tokens, now)
+        if self._session_affinity and request.session is not None:
+            self.session_placements[request.session] = placement
+        if request.media_conversation is not None:
+            self.media_placements[request.media_conversation, request.scope] = placement
 
 
 def _has_unmeasured_idle_target(targets: Sequence[Target]) -> bool:

@@ -263,7 +263,7 @@ class RouterCore:
         self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
         if is_kv_transferred:
             self.tracker.end_transfer(attempt.in_flight, now)
-            attempt.transfer_estimate = None  # its duration is unknown, so nothing is learned from the transfer
+            attempt.transfer_timing = None  # its duration is unknown, so nothing is learned from the transfer
         return self._place_queued(now)
 
     def fail_transfer(

@@ -15,14 +15,14 @@ from typing import Final
 import msgspec
 
 from router.decide.cache_state import CacheState
-from router.decide.chooser import Chooser, Placement, RoutingChoice
+from router.decide.chooser import Chooser, RoutingChoice
 from router.decide.config import CoreConfig
 from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, Terms
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
 from router.decide.speed import WorkTotals
-from router.decide.target import InFlightRequest, Target
+from router.decide.target import InFlightRequest, PromptQuery, Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferEstimate, TransferLinks
 from router.decide.workers import WorkerState
@@ -35,6 +35,18 @@ OTHERS_SHARE_MAX: Final = 0.5
 """Greatest share of other prompts in the wait for a first token from which the time of a KV transfer is learned."""
 
 
+class TransferTiming(msgspec.Struct, eq=False):
+    """Start of a KV transfer to a worker, and its duration, from which the speed of later transfers is learned."""
+
+    estimate: TransferEstimate
+    """Expected duration."""
+    started_s: float
+    start_totals: WorkTotals
+    """Work that the receiving worker had done when the transfer started."""
+    duration_s: float | None = None
+    """None until the first token, and after it if that may have waited longer for something else."""
+
+
 class Attempt(msgspec.Struct, eq=False):
     """One try of a request at a worker, to which KV of the prompt may come from another worker."""
 
@@ -44,13 +56,8 @@ class Attempt(msgspec.Struct, eq=False):
     has_first_token: bool = False
     prefill_leg: InFlightRequest | None = None
     """The prefill at another worker, which then sends the KV; None if there is none, or once it has ended."""
-    transfer_estimate: TransferEstimate | None = None
-    """Expected time of the KV transfer; None if there is no transfer so far, or if its duration will not be known."""
-    transfer_started_s: float = 0.0
-    transfer_start_totals: WorkTotals | None = None
-    """Work that the worker had done when the transfer started; None if there is no transfer so far."""
-    observed_transfer_s: float | None = None
-    """Duration of the transfer; None if it is unknown because the first token waited longer for something else."""
+    transfer_timing: TransferTiming | None = None
+    """None if no KV transfer has started so far, or if its duration will not be known."""
     has_transfer_failed: bool = False
 
     def list_in_flight(self) -> list[InFlightRequest]:
@@ -176,9 +183,10 @@ class RequestPlacer:
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """Return the worker that `place` would choose for a new request, with the terms of every candidate."""
         rng_state = self._rng.getstate()
-        choice = self._choose_worker(self.make_active_request(request, now, wants_explanation=True), now)
+        active_request = self.make_active_request(request, now, wants_explanation=True)
+        choice = self._choose_worker(active_request, now)
         self._rng.setstate(rng_state)
-        return choice if isinstance(choice, Refuse) else self.chooser.make_decision(request, choice, now, explain=True)
+        return choice if isinstance(choice, Refuse) else self._make_decision(active_request, choice, now)
 
     def _choose_worker(
         self,
@@ -212,11 +220,11 @@ class RequestPlacer:
         waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
         if waits_behind_others and queued_ahead_s is None:
             queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
-            self.chooser.rechoose_behind_queue(request, choice, queued_ahead_s)
+            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
         if not choice.winner.is_missing_source:
             return choice
         # The chosen worker only decodes: another worker has to compute the prompt.
-        if self.chooser.add_missing_source(request, choice, excluded_sources):
+        if self.chooser.add_missing_source(choice, excluded_sources):
             return choice
         message = "Every worker that could compute the prompt failed."
         return Refuse(request.request_id, 502, "upstream_failed", message)
@@ -269,52 +277,71 @@ class RequestPlacer:
 
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
-        """Begin an attempt at the chosen worker: count its load there, and return the instruction to send the request.
-
-        With a plan, KV comes from another worker: it is pulled now, or computed there first (`is_split`).
-        """
-        request, target, plan = active_request.request, choice.winner.target, choice.winner.plan
-        decision = self.chooser.make_decision(
-            request,
-            choice,
-            now,
-            explain=active_request.wants_explanation,
-            attempt=active_request.failed_attempts,
-            waited_s=now - active_request.arrived_s,
-        )
-        self.chooser.tie_rotation += 1
-        arriving_tokens = 0 if plan is None else plan.arriving_tokens
-        in_flight = self._tracker.add_request(
-            target,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=max(decision.predicted_cached_tokens, arriving_tokens),
-            is_streaming=request.is_streaming,
-            now=now,
-            expected_output_tokens=choice.request_facts.output_tokens,
-            candidate=choice.winner,
-        )
-        # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
-        attempt = Attempt(decision, in_flight)
-        active_request.attempt = attempt
-        if active_request.is_background:
-            target.load.background_request_count += 1
-        self._add_prompt(in_flight, choice, request.session, now)
-        if plan is not None and decision.is_split:
-            self._start_prefill_leg(attempt, choice, plan.source, now)
-        elif plan is not None:
+        """Send a request to the chosen worker, and count there what it will do: compute the prompt, and then answer."""
+        request, target = active_request.request, choice.winner.target
+        decision = self._make_decision(active_request, choice, now)
+        in_flight = self._add_load(active_request, choice, now)
+        # The attempt is set now: if a later step raises, `end_attempt` can undo those before it.
+        attempt = active_request.attempt = Attempt(decision, in_flight)
+        self._add_prompt(in_flight, choice, now)
+        if decision.is_split:  # another worker computes the prompt, and then its KV moves here
+            self._start_prefill_leg(attempt, choice.prompt_query, now)
+        elif decision.transfer is not None:  # another worker has the KV cached
             self._start_transfer(attempt, now)
-        self._remember_placement(request, target, now)
         self._start_probe(request, target)
-        target.totals.request_count += 1
+        self.chooser.commit(choice, now)
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
 
-    def _add_prompt(self, in_flight: InFlightRequest, choice: RoutingChoice, session: str | None, now: float) -> None:
+    def _make_decision(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Decision:
+        """Return a choice in the form in which it is reported: worker, prediction and price.
+
+        With an explanation, it has the prices of all candidates, and for other workers the reason why they are none.
+        """
+        request, winner, most_cached = choice.request, choice.winner, choice.find_most_cached()
+        decision = Decision(
+            request_id=request.request_id,
+            worker=winner.target.worker_id,
+            rank=winner.target.rank,
+            attempt=active_request.failed_attempts,
+            prompt_tokens=request.prompt_tokens,
+            predicted_cached_tokens=winner.cached_tokens,
+            predicted_ttft_s=winner.terms.ttft_s,
+            terms=winner.terms,
+            decided_s=now,
+            queued_s=now - active_request.arrived_s,
+            most_cached=None if most_cached is winner else most_cached.terms,
+        )
+        if active_request.wants_explanation:
+            all_terms = [candidate.terms for candidate in choice.candidates]
+            decision.candidates = sorted(all_terms, key=lambda terms: terms.cost)
+            decision.not_eligible = self._registry.find_ineligibility_reasons(request)
+        return decision
+
+    def _add_load(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> InFlightRequest:
+        """Count a request in the load of the chosen worker."""
+        request, winner = active_request.request, choice.winner
+        target, plan = winner.target, winner.plan
+        in_flight = self._tracker.add_request(
+            target,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=winner.cached_tokens if plan is None else max(winner.cached_tokens, plan.arriving_tokens),
+            is_streaming=request.is_streaming,
+            now=now,
+            expected_output_tokens=choice.request_facts.output_tokens,
+            candidate=winner,
+        )
+        target.load.background_request_count += active_request.is_background
+        target.totals.request_count += 1
+        return in_flight
+
+    def _add_prompt(self, in_flight: InFlightRequest, choice: RoutingChoice, now: float) -> None:
         """Count the prompt of an attempt, if it was read, as cached at its target: at once, or when its KV has come."""
-        if choice.prompt_query is None:
+        prompt_query, session = choice.prompt_query, choice.request.session
+        if prompt_query is None:
             return
         is_pinned = choice.winner.plan is None
-        self._cache_state.add_request(in_flight, choice.prompt_query, now, session=session, is_pinned=is_pinned)
+        self._cache_state.add_request(in_flight, prompt_query, now, session=session, is_pinned=is_pinned)
         if not is_pinned:
             in_flight.on_arrival = self._cache_state.pin
 
@@ -325,20 +352,10 @@ class RequestPlacer:
             worker.probe = request.request_id
             self._registry.apply_worker_changes()
 
-    def _remember_placement(self, request: RouteRequest, target: Target, now: float) -> None:
-        """Store a placement for the next request of the session or of the conversation with media."""
-        session = request.session if self._config.session_affinity else None
-        if session is None and request.media_conversation is None:
-            return
-        placement = Placement(target.name, request.prompt_tokens, now)
-        if session is not None:
-            self.chooser.session_placements[session] = placement
-        if request.media_conversation is not None:
-            self.chooser.media_placements[request.media_conversation, request.scope] = placement
-
-    def _start_prefill_leg(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
-        """Count the prompt of a split attempt at `source`, the worker that computes its KV and then hands it over."""
-        decision, prompt_query = attempt.decision, choice.prompt_query
+    def _start_prefill_leg(self, attempt: Attempt, prompt_query: PromptQuery | None, now: float) -> None:
+        """Count the prompt of a split attempt at its source, the worker that computes the KV and then hands it over."""
+        decision, source = attempt.decision, attempt.in_flight.source
+        assert source is not None
         in_flight = self._tracker.add_request(
             source,
             prompt_tokens=decision.prompt_tokens,
@@ -356,9 +373,9 @@ class RequestPlacer:
         in_flight, transfer, source = attempt.in_flight, attempt.decision.transfer, attempt.in_flight.source
         assert transfer is not None
         assert source is not None
-        attempt.transfer_estimate = self._links.estimate(source, in_flight.target, transfer.tokens, now)
-        attempt.transfer_started_s = now
-        attempt.transfer_start_totals = msgspec.structs.replace(in_flight.target.speed.work_totals)
+        estimate = self._links.estimate(source, in_flight.target, transfer.tokens, now)
+        start_totals = msgspec.structs.replace(in_flight.target.speed.work_totals)
+        attempt.transfer_timing = TransferTiming(estimate, now, start_totals)
         self._tracker.start_transfer(in_flight, transfer.transfer_s, now)
 
     def end_prefill_leg(
@@ -382,25 +399,25 @@ class RequestPlacer:
         other prompts took 0.1 s of the 0.7 s that are left, the transfer took 0.6 s. Nothing is derived if they took
         more than half of that time, or if the request also waited for a sequence slot.
         """
-        in_flight, target, terms = attempt.in_flight, attempt.in_flight.target, attempt.decision.terms
-        start_totals = attempt.transfer_start_totals
+        timing, terms, target = attempt.transfer_timing, attempt.decision.terms, attempt.in_flight.target
         has_waited_for_slot = terms.slot_wait_s > 0.0
-        if start_totals is None or attempt.transfer_estimate is None or has_waited_for_slot:
+        if timing is None or has_waited_for_slot:
             return
-        own_prefill_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        waited_s = now - attempt.transfer_started_s - own_prefill_s
-        other_prefills_s = terms.slowdown * target.estimate_prefilled_s(start_totals)
+        prefill_s = attempt.in_flight.prefill_s
+        own_prefill_s = max(terms.slowdown * prefill_s, prefill_s + target.step_s)
+        waited_s = now - timing.started_s - own_prefill_s
+        other_prefills_s = terms.slowdown * target.estimate_prefilled_s(timing.start_totals)
         if other_prefills_s <= OTHERS_SHARE_MAX * waited_s:
-            attempt.observed_transfer_s = waited_s - other_prefills_s
+            timing.duration_s = waited_s - other_prefills_s
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
-        source, target, estimate = attempt.in_flight.source, attempt.in_flight.target, attempt.transfer_estimate
+        source, target, timing = attempt.in_flight.source, attempt.in_flight.target, attempt.transfer_timing
         if source is None or attempt.has_transfer_failed:
             return
         self._links.record_success(source.name, target.name)
-        if estimate is not None and attempt.observed_transfer_s is not None:
-            self._links.learn_speed(source.name, target.name, estimate, attempt.observed_transfer_s, now)
+        if timing is not None and timing.duration_s is not None:
+            self._links.learn_speed(source.name, target.name, timing.estimate, timing.duration_s, now)
 
     def compute_without_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
         """Have the target of an attempt compute its prompt itself. `is_pair_fault`: avoid the pair for a while."""
