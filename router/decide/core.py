@@ -360,28 +360,18 @@ class RouterCore:
         if attempt is None:
             return []
         active_request = self._active_requests[request_id]
-        worker_id = attempt.decision.worker
-        worker = self.workers.get(worker_id)  # None if it was removed
-        is_probe = worker is not None and worker.probe == request_id
-        self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
-
-        # Count the failure against the worker. If the worker is lost by that, an instruction reports it.
-        worker_losses: list[Instruction] = []
-        if worker is not None and is_worker_fault(kind, active_request.request, worker, now - silent_s):
-            worker_losses = self._record_worker_fault(worker, kind, now, is_probe=is_probe)
-
-        # End the request, or try it elsewhere.
+        worker_losses = self._end_failed_attempt(active_request, attempt, kind, now, silent_s=silent_s)
         has_answer_begun = attempt.has_first_token or kind in _FAILURES_AFTER_FIRST_BYTE
-        if has_answer_begun and continuation is None:
+        if has_answer_begun and continuation is None:  # no other worker can write the rest
             del self._active_requests[request_id]
             self.counters["failed"] += 1
             return worker_losses + self._place_queued(now)
-        is_repeated_whole = continuation is None or continuation is active_request.request
-        may_be_crash = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
-        if is_repeated_whole and may_be_crash:
-            active_request.crash_suspicions += 1
-        self._exclude_worker(active_request, worker_id, kind)
+
         active_request.failed_attempts += 1
+        self._exclude_worker(active_request, attempt.decision.worker, kind)
+        is_repeated_whole = continuation is None or continuation is active_request.request
+        if is_repeated_whole and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
+            active_request.crash_suspicions += 1
         instruction = self._try_again(active_request, continuation, kind, now)
         return [instruction, *worker_losses, *self._place_queued(now)]
 
@@ -464,6 +454,26 @@ class RouterCore:
         return instruction
 
     # Failures ----------------------------------------------------------------------------------------------------
+    def _end_failed_attempt(
+        self, active_request: ActiveRequest, attempt: Attempt, kind: FailureKind, now: float, *, silent_s: float
+    ) -> list[Instruction]:
+        """End an attempt that failed, and count the failure against its worker if the worker is at fault.
+
+        A worker that refuses connections is lost by that, which an instruction then reports.
+        """
+        request, worker = active_request.request, self.workers.get(attempt.decision.worker)
+        is_probe = worker is not None and worker.probe == request.request_id  # as long as the attempt lasts
+        self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
+        if worker is None or not is_worker_fault(kind, request, worker, now - silent_s):
+            return []
+        is_fatal = kind is FailureKind.CONNECT
+        self.registry.breaker.record_failure(
+            worker, now, reason=f"{kind.value} failure", is_fatal=is_fatal, is_probe=is_probe
+        )
+        self.registry.apply_worker_changes()
+        is_newly_lost = is_fatal and worker.is_down and not worker.is_lost
+        return [self._lose_worker(worker.worker_id, now)] if is_newly_lost else []
+
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
         """Record that a worker failed a request, so that the request is not sent there again.
 
@@ -511,18 +521,6 @@ class RouterCore:
             return None
         self.counters["retried"] += 1
         return instruction
-
-    def _record_worker_fault(
-        self, worker: Worker, kind: FailureKind, now: float, *, is_probe: bool
-    ) -> list[Instruction]:
-        """Count a failure against a worker; the worker is lost where it refuses connections."""
-        is_fatal = kind is FailureKind.CONNECT
-        self.registry.breaker.record_failure(
-            worker, now, reason=f"{kind.value} failure", is_fatal=is_fatal, is_probe=is_probe
-        )
-        self.registry.apply_worker_changes()
-        is_newly_lost = is_fatal and worker.is_down and not worker.is_lost
-        return [self._lose_worker(worker.worker_id, now)] if is_newly_lost else []
 
     def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
         """Forget what a worker had cached, and the transfers with it."""
