@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 MAX_NUM_SEQS_PRIOR: Final = 256
@@ -126,6 +126,17 @@ class PeerLoad:
     def __bool__(self) -> bool:
         return bool(self.request_count or self.decode_context_tokens)
 
+    def convert_times(self, prefill_rate: float) -> PeerLoad:
+        """Return the load with its times as of a worker that takes `prefill_rate` seconds a token."""
+        scale = prefill_rate / self.prefill_rate if self.prefill_rate else 1.0
+        return replace(
+            self,
+            prefill_s=scale * self.prefill_s,
+            oldest_prefill_s=scale * self.oldest_prefill_s,
+            utilisation=scale * self.utilisation,
+            prefill_rate=None,
+        )
+
 
 NO_PEER_LOAD: Final = PeerLoad()
 
@@ -169,25 +180,24 @@ def estimate_external_load(
 
 
 def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:
-    """Combine the loads that several routers have put on one worker: counts and times are added up.
+    """Add up the loads of several senders on one worker, with times as of `prefill_rate` seconds a token.
 
-    The oldest prompt is the one that any router sent first. The worker could begin with it when the last prompt before
-    it had ended, which is the latest `oldest_since_s`. Each router computes times with its own estimate of the worker's
-    speed; the result has them at `prefill_rate`, this router's estimate in seconds a token.
+    For example, one sender has two prompts there, the older sent at 10.0 s, and another sender has one that was sent at
+    9.5 s. Of these three, the oldest is the one of 9.5 s. The worker computes it only after all earlier prompts of both
+    senders have ended: since the later `oldest_since_s`.
     """
     if not loads:
         return NO_PEER_LOAD
-    # Factors by which the times of other routers are multiplied.
-    scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
-    busy_loads = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
-    oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s, default=(loads[0], 1.0))
+    loads = [load.convert_times(prefill_rate) for load in loads]
+    prefilling_loads = [load for load in loads if load.prefill_s > 0.0]
+    oldest = min(prefilling_loads or loads, key=lambda load: load.oldest_sent_at_s)
     return PeerLoad(
-        prefill_s=sum(load.prefill_s * scale for load, scale in busy_loads),
+        prefill_s=sum(load.prefill_s for load in prefilling_loads),
         prefill_requests=sum(load.prefill_requests for load in loads),
-        oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
+        oldest_prefill_s=oldest.oldest_prefill_s,
         oldest_sent_at_s=oldest.oldest_sent_at_s,
         oldest_since_s=max(load.oldest_since_s for load in loads),
         decode_requests=sum(load.decode_requests for load in loads),
         decode_context_tokens=sum(load.decode_context_tokens for load in loads),
-        utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
+        utilisation=sum(load.utilisation for load in loads),
     )
