@@ -28,22 +28,22 @@ PREFILL_SHARE_MAX: Final = 0.9
 
 
 class RequestFacts(msgspec.Struct, eq=False, gc=False):
-    """Facts about one request that its price depends on at every worker."""
+    """Values that the price of one request depends on, and that are the same at every worker."""
 
     now: float
     prompt_tokens: int
     output_tokens: float
     """Expected length of the answer."""
     utilisation_decay: float
-    """Factor by which a worker's stored utilisation is multiplied, since utilisation decays with time."""
+    """Factor from the utilisation that is stored for a worker, as of an earlier time, to the utilisation now."""
     congestion: float = 0.0
-    """Seconds that all later requests together wait longer for each second of new prefill on a worker of mean speed."""
+    """Seconds that a second of prefill, on a worker of mean speed, adds to the waits of all later requests together."""
     shared_tokens: int = 0
-    """Length of the prefix that running requests have in common with the prompt."""
+    """Length of the prefix that the prompt has in common with running requests, from which later ones are expected."""
     copy_reuse_share: float = 0.0
-    """How far one more cached copy of that prefix serves later requests: 3/4 if this and three later ones use it."""
+    """Share of later requests in the use of one more cached copy of that prefix: 3/4 if three of them use it, too."""
     can_move_prefill: bool = False
-    """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
+    """Whether another worker than the one that answers may compute the prompt, and spare the answers there a pause."""
 
 
 class TransferPlan(msgspec.Struct, eq=False):
