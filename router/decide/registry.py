@@ -495,7 +495,7 @@ def make_worker_snapshot(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
 ) -> WorkerSnapshot:
     """Return one target's row of `/workers`."""
-    service, load = target.speed.service, target.load
+    step_times, load = target.speed.step_times, target.load
     # `peer_load` includes the load of the engine's other clients, which the row shows apart.
     peer, external = target.peer_load, target.external_load
     return WorkerSnapshot(
@@ -519,12 +519,12 @@ def make_worker_snapshot(
         utilisation=tracker.compute_utilisation(target, now),
         slowdown=target.slowdown,
         learned_speed={
-            "prefill_s_per_token": service.prefill_s_per_token,
-            "quadratic_tokens": service.quadratic_tokens,
-            "step_tokens": service.step_tokens,
-            "step_s": service.step_s,
-            "decode_request_s": service.decode_request_s,
-            "decode_context_s": service.decode_context_s,
+            "prefill_s_per_token": step_times.prefill_s_per_token,
+            "quadratic_tokens": step_times.quadratic_tokens,
+            "step_tokens": step_times.step_tokens,
+            "step_s": step_times.step_s,
+            "decode_request_s": step_times.decode_request_s,
+            "decode_context_s": step_times.decode_context_s,
             "load_factor": target.speed.tier_load.get(now),
             "observations": target.speed.observation_count,
         },

@@ -329,9 +329,9 @@ class Target:
         """Tokens of the KV cache that no running request holds."""
         self.recompute()
 
-    def set_step_times(self, service: StepTimes) -> None:
+    def set_step_times(self, step_times: StepTimes) -> None:
         """Replace the learned speed of the target."""
-        self.speed.set_step_times(service)
+        self.speed.set_step_times(step_times)
         self.prefill_queue.reprice(self.speed)
         self.recompute()
 

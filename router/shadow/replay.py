@@ -295,7 +295,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
             tracker.record_progress(in_flight, request.output_tokens or 0)
             tracker.record_answer(in_flight, request.output_tokens, now)
             tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
-    return {worker: target.speed.service for worker, target in targets.items()}
+    return {worker: target.speed.step_times for worker, target in targets.items()}
 
 
 # Workload -------------------------------------------------------------------------------------------------------------

@@ -190,10 +190,10 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
 
 def test_what_an_older_router_learned_of_speeds_is_left_out() -> None:
     my_tracker, targets = tracker()
-    loads, before = PeerLoads(my_tracker, "me"), targets[0].speed.service
+    loads, before = PeerLoads(my_tracker, "me"), targets[0].speed.step_times
     message = [1, "old", "e", 1, True, [["w0", 3.0, 3.0, 1.0, 1.0, 0, 0, 0.5, 1]], [["", 1e-3, 20.0, 0.1, 5.0]]]
     loads.apply_message(msgspec.msgpack.encode(message), 1.0)
-    assert (loads.counts["received"], targets[0].speed.service) == (1, before)
+    assert (loads.counts["received"], targets[0].speed.step_times) == (1, before)
     assert targets[0].peer_load.prefill_s == 3.0
 
 

@@ -174,7 +174,7 @@ def test_the_price_is_its_six_parts_written_out(
     cache = Candidate(target, cached, cached, media, *waits_s, plan=plan)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
     terms = price_worker(cache, priced, CONFIG)
-    parts = write_out(target.speed.service, requests, peer, priced, cache, step_seen_s, slots, speed_factor)
+    parts = write_out(target.speed.step_times, requests, peer, priced, cache, step_seen_s, slots, speed_factor)
     assert {name: getattr(terms, name) for name in parts} == pytest.approx(parts, rel=1e-6, abs=1e-9)
     assert terms.cost == pytest.approx(sum_parts(terms), rel=1e-9)
     assert terms.cost == pytest.approx(sum(parts.values()) - 2 * parts["shared_s"], rel=1e-6, abs=1e-9)

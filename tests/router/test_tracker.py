@@ -181,7 +181,7 @@ def test_a_worker_is_learned_within_a_hundred_requests(truth: StepTimes, noise: 
     (speed,) = make_pool(1)
     for _ in range(100):
         learn_from(speed, observation(rng, truth, noise=noise))
-    service = speed.service
+    service = speed.step_times
     for length, cached_tokens in ((1000, 0), (8000, 4000), (30_000, 0), (30_000, 27_000)):
         seconds = [
             m.prefill_s_per_token * (length - cached_tokens + (length**2 - cached_tokens**2) / (2 * m.quadratic_tokens))
@@ -206,7 +206,7 @@ def test_priors_that_are_wrong_by_ten_are_right_after_two_hundred_requests(
     for _ in range(20):
         sample = observation(rng, truth)
         assert speed.predict_interval_s(sample) == pytest.approx(sample.elapsed_s, rel=0.25)
-    assert speed.service.step_s == pytest.approx(truth.step_s, rel=0.2)
+    assert speed.step_times.step_s == pytest.approx(truth.step_s, rel=0.2)
 
 
 @pytest.mark.parametrize(("prefill_ratio", "step_ratio"), [(1.0, 5.0), (0.2, 1.0)])
@@ -220,9 +220,9 @@ def test_first_tokens_alone_tell_prefill_and_steps_apart(prefill_ratio: float, s
         seconds = truth.prefill_s_per_token * tokens + (truth.step_s + truth.decode_request_s) * steps
         learn_from(speeds[i % 4], Observation(seconds * rng.uniform(0.9, 1.1), tokens, 0.0, steps, 1.0, 0.0, False))
     for speed in speeds:
-        assert speed.service.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.2)
-        assert speed.service.step_s == pytest.approx(truth.step_s, rel=0.25)
-    assert len({speed.service for speed in speeds}) == 1
+        assert speed.step_times.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.2)
+        assert speed.step_times.step_s == pytest.approx(truth.step_s, rel=0.25)
+    assert len({speed.step_times for speed in speeds}) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -235,8 +235,8 @@ def test_requests_of_one_size_do_not_drive_prefill_and_steps_apart(seed: int) ->
         seconds = truth.prefill_s_per_token * uncached_tokens + (truth.step_s + truth.decode_request_s) * steps
         elapsed_s = seconds * rng.lognormvariate(0.0, 0.3)
         learn_from(speed, Observation(elapsed_s, uncached_tokens, 0.0, steps, 1.0, 0.0, i % 3 == 2))
-    assert 0.5 < speed.service.prefill_s_per_token / truth.prefill_s_per_token < 2.0
-    assert 0.5 < speed.service.step_s / truth.step_s < 2.0
+    assert 0.5 < speed.step_times.prefill_s_per_token / truth.prefill_s_per_token < 2.0
+    assert 0.5 < speed.step_times.step_s / truth.step_s < 2.0
 
 
 def test_outliers_that_are_slow_do_not_mislead() -> None:
@@ -249,7 +249,7 @@ def test_outliers_that_are_slow_do_not_mislead() -> None:
         if rng.random() < 0.1:
             sample = replace(sample, elapsed_s=sample.elapsed_s * 20)
         learn_from(speed, sample)
-    assert 0.7 * 2e-4 < speed.service.prefill_s_per_token < 1.2 * 2e-4
+    assert 0.7 * 2e-4 < speed.step_times.prefill_s_per_token < 1.2 * 2e-4
 
 
 def test_a_worker_that_changes_is_learned_again() -> None:
@@ -258,7 +258,7 @@ def test_a_worker_that_changes_is_learned_again() -> None:
     for truth in (StepTimes(prefill_s_per_token=5e-5), StepTimes(prefill_s_per_token=4e-4)):
         for _ in range(400):
             learn_from(speed, observation(rng, truth, noise=0.1))
-        assert speed.service.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
+        assert speed.step_times.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
 
 
 def test_a_pool_is_as_fast_as_its_fast_workers_whoever_is_seen_first() -> None:
@@ -268,11 +268,11 @@ def test_a_pool_is_as_fast_as_its_fast_workers_whoever_is_seen_first() -> None:
     speeds = make_pool(4)
     for _ in range(100):
         learn_from(speeds[0], observation(rng, scaled(3.0), noise=0.1))
-    assert speeds[3].service.prefill_s_per_token == pytest.approx(3e-4, rel=0.2)
+    assert speeds[3].step_times.prefill_s_per_token == pytest.approx(3e-4, rel=0.2)
     for _ in range(300):
         for speed, truth in ((speeds[0], scaled(3.0)), (speeds[1], StepTimes()), (speeds[2], StepTimes())):
             learn_from(speed, observation(rng, truth, noise=0.1))
-    assert speeds[3].service.prefill_s_per_token == pytest.approx(1e-4, rel=0.1)
+    assert speeds[3].step_times.prefill_s_per_token == pytest.approx(1e-4, rel=0.1)
     assert [speed.factor for speed in speeds[1:]] == [1.0, 1.0, 1.0]
     assert speeds[0].factor == pytest.approx(3.0, rel=0.2)
 
@@ -296,7 +296,7 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
         seconds = truth.prefill_s_per_token * (length + length**2 / 1e5) + steps * truth.step_s
         free_s = max(free_s, now) + seconds
         ends.append((free_s, request))
-    assert target.speed.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
+    assert target.speed.step_times.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
 
 
 def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
@@ -323,7 +323,7 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
         for request in (first, *others):
             tracker.end_request(request, now)
         now += 1.0
-    service = target.speed.service
+    service = target.speed.step_times
     taken_s = service.prefill_s_per_token * (4050 + 4050**2 / (2 * service.quadratic_tokens)) + service.step_s
     assert taken_s == pytest.approx(0.415, rel=0.1)
     assert service.prefill_s_per_token * 82 + service.step_s < 0.05
@@ -336,8 +336,8 @@ def test_a_newcomer_starts_at_its_pools_speed() -> None:
         learn_from(target.speed, observation(rng, StepTimes(prefill_s_per_token=3e-4, step_s=0.036)))
     fresh = tracker.add_target("new", None, HolderId(5))
     other = tracker.add_target("other", None, HolderId(6), pool="another model")
-    assert fresh.speed.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
-    assert other.speed.service.prefill_s_per_token == 1e-4
+    assert fresh.speed.step_times.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
+    assert other.speed.step_times.prefill_s_per_token == 1e-4
 
 
 LIVE = StepTimes(3e-4, 50_000, 0.02, 1e-3, 2.5e-8)
@@ -412,11 +412,11 @@ def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     for _ in range(60):
         for speed in speeds:
             learn_from(speed, observation(rng, scaled(2.0) if speed is speeds[0] else StepTimes(), noise=0.15))
-    assert len({speed.service for speed in speeds[1:]}) == 1
-    assert 1.6 < speeds[0].service.prefill_s_per_token / speeds[1].service.prefill_s_per_token < 2.3
+    assert len({speed.step_times for speed in speeds[1:]}) == 1
+    assert 1.6 < speeds[0].step_times.prefill_s_per_token / speeds[1].step_times.prefill_s_per_token < 2.3
     for _ in range(600):
         learn_from(speeds[0], observation(rng, StepTimes(), noise=0.15))
-    assert speeds[0].service == speeds[1].service, "it was repaired"
+    assert speeds[0].step_times == speeds[1].step_times, "it was repaired"
 
 
 def test_a_worker_that_is_thought_slow_and_not_asked_is_like_the_others_again() -> None:
@@ -426,16 +426,16 @@ def test_a_worker_that_is_thought_slow_and_not_asked_is_like_the_others_again() 
     for _ in range(40):
         for speed in speeds:
             learn_from(speed, observation(rng, scaled(3.0) if speed is speeds[0] else StepTimes(), noise=0.1))
-    assert speeds[0].service.step_s > 2 * speeds[1].service.step_s
+    assert speeds[0].step_times.step_s > 2 * speeds[1].step_times.step_s
     rounds = 0
-    while speeds[0].service != speeds[1].service:
+    while speeds[0].step_times != speeds[1].step_times:
         rounds += 1
         assert rounds < 200, "it never faded"
         for speed in speeds[1:]:
             learn_from(speed, observation(rng, StepTimes(), noise=0.1))
     for _ in range(4):  # and a few requests are enough to know it again
         learn_from(speeds[0], observation(rng, scaled(3.0), noise=0.1))
-    assert speeds[0].service.step_s > 2 * speeds[1].service.step_s
+    assert speeds[0].step_times.step_s > 2 * speeds[1].step_times.step_s
 
 
 def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
@@ -455,14 +455,14 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
         tracker.record_first_token(request, now + wait + step + prefill_s)
         if i >= 80:
             tracker.end_request(requests[i - 80], now + 0.03)
-    services = {target.speed.service for target in targets}
+    services = {target.speed.step_times for target in targets}
     assert len(services) == 1, services
-    assert targets[0].speed.service.step_s == pytest.approx(truth.step_s, rel=0.15)
+    assert targets[0].speed.step_times.step_s == pytest.approx(truth.step_s, rel=0.15)
 
 
 def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None:
     tracker, target = make(learn=True)
-    rng, now, before = random.Random(3), 0.0, target.speed.service.prefill_s_per_token
+    rng, now, before = random.Random(3), 0.0, target.speed.step_times.prefill_s_per_token
     for i in range(60):
         uncached_tokens = rng.randrange(500, 4000)
         loads = i % 2 == 1
@@ -482,7 +482,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         now += 1.0
     tracker.close_interval(target)
     assert target.speed.tier_load.get(now) == pytest.approx(30, rel=0.2)
-    assert target.speed.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
+    assert target.speed.step_times.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught it"
 
 
 def _compute_s(uncached_tokens: int, steps: float) -> float:

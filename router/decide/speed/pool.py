@@ -183,28 +183,26 @@ class Speed:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute the rates in use after the pool's model or the factor has changed."""
-        service = self.pool.model.scale(self.factor, self.factor)
-        self.set_step_times(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
+        """Compute the step times in use anew, after the pool's model or the factor has changed."""
+        step_times = self.pool.model.scale(self.factor, self.factor)
+        self.set_step_times(replace(step_times, step_tokens=self.reported_step_tokens or step_times.step_tokens))
 
-    def set_step_times(self, service: StepTimes) -> None:
-        """Set the times that prices are computed with, and others that follow from them.
+    def set_step_times(self, step_times: StepTimes) -> None:
+        """Use these step times from now on, as attributes of this object, which every price reads.
 
-        They are copied to attributes of this object, because every price reads them.
+        A prompt of n tokens takes `prefill_rate * n + quadratic_rate * n ** 2`. A step of n answers takes `step_s +
+        decode_request_s * n`, and `decode_context_s` more for each token of their contexts.
         """
-        self.service = service
-        self.step_tokens = service.step_tokens
-        self.prefill_rate = service.prefill_s_per_token
-        """Seconds of prefill for one token at an empty context."""
-        self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
-        """Seconds of attention for a prompt, divided by the square of its length."""
-        self.step_s = service.step_s
-        """Fixed time of a step."""
-        self.decode_request_s = service.decode_request_s
-        self.decode_context_s = service.decode_context_s
-        self.single_step_s = service.step_s + service.decode_request_s
-        """Time of a decode step of one sequence, besides the time for its context."""
-        self.step_prefill_s = self.prefill_rate * service.step_tokens
+        self.step_times = step_times
+        self.step_s = step_times.step_s
+        self.step_tokens = step_times.step_tokens
+        self.decode_request_s = step_times.decode_request_s
+        self.decode_context_s = step_times.decode_context_s
+        self.prefill_rate = step_times.prefill_s_per_token
+        self.quadratic_rate = self.prefill_rate / (2.0 * step_times.quadratic_tokens)
+        self.single_step_s = self.step_s + self.decode_request_s
+        """Time of a decode step of one answer, besides the time for its context."""
+        self.step_prefill_s = self.prefill_rate * self.step_tokens
         """Time of a step that is full of prefill tokens, at an empty context."""
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
@@ -214,7 +212,7 @@ class Speed:
 
     def predict_interval_s(self, observation: Observation) -> float:
         """Return the time that the work of an observation takes at the rates in use."""
-        times = predict_times(self.service, observation)
+        times = predict_times(self.step_times, observation)
         return times.prefill_s + times.steps_s
 
     def observe(self, observation: Observation) -> list[Speed]:
