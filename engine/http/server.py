@@ -8,6 +8,7 @@ process ends with status 1.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -32,6 +33,7 @@ from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
 from engine.protocol.tokenize import read_detokenize, read_tokenize
+from engine.structured_output.constraint import EncodedConstraint
 from options.addresses import bracket_host
 from options.system import import_event_loops, raise_file_limit
 from options.tls import make_server_context
@@ -281,6 +283,9 @@ class Server:
         except TokenizerError as error:
             return _report_failure(str(error))
 
+        if state.limits.script:  # every chat needs the process that checks grammars, which takes a second to start
+            with contextlib.suppress(RequestError):
+                await state.reader.check(EncodedConstraint("messages", b'{"type":"any_text"}'))
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         server = await self._accept_connections(runner, listener)

@@ -45,6 +45,15 @@ def test_an_endpoint_alone_starts_no_events_and_the_start_says_why(start_engine:
     assert "events    off (--kv-events-config without enable_kv_cache_events: true)" in engine.log()
 
 
+@pytest.mark.parametrize(("script", "process_count"), [({}, 1), ({"script": "tools"}, 2)])
+def test_a_scripted_engine_starts_the_check_of_grammars_before_it_is_ready(
+    start_engine: Any, script: dict[str, Any], process_count: int
+) -> None:
+    engine = start_engine("--simulate", json.dumps(SPEC | script))
+    children = [path.read_text().split() for path in Path(f"/proc/{engine.process.pid}/task").glob("*/children")]
+    assert sum(map(len, children)) == process_count
+
+
 def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: None) -> None:
     engine = start_engine("--simulate", json.dumps(SPEC))
     sources = [StreamSource("w", s.endpoint, s.replay_endpoint) for s in discover(engine.url)]
