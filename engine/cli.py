@@ -49,7 +49,7 @@ def cli() -> None:
 @add_flags(SCHEMA)
 @click.option(
     "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--enable-chunked-prefill", "--trust-remote-code",
-    is_flag=True, help="Accepted for vLLM's command lines: the first three are always so, and no model brings code.",
+    is_flag=True, help="Accepted for vLLM's command lines.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
