@@ -113,6 +113,14 @@ def started() -> Iterator[list[str]]:
         yield entry[service["build"]["dockerfile"].rpartition("/")[2]] + service["command"]
 
 
+def test_an_engine_that_may_write_nowhere_else_has_a_folder_for_kernels_and_models() -> None:
+    unit = (DEPLOY / "systemd" / "blockcast-engine@.service").read_text()
+    assert "ProtectSystem=strict" in unit
+    (folder,) = re.findall(r"^CacheDirectory=(.+)$", unit, re.MULTILINE)
+    for variable in ("TRITON_CACHE_DIR", "HF_HOME"):
+        assert f"{variable}=%C/{folder}/" in unit
+
+
 def manifests() -> Iterator[dict[str, Any]]:
     for file in sorted((DEPLOY / "kubernetes").iterdir()):
         yield from yaml.safe_load_all(file.read_text())
