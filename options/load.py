@@ -69,7 +69,8 @@ def load_config(
     `table`: content of the TOML file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
     by the path of its setting, as text, several texts or bool. Raises ConfigError.
     """
-    environment = environment or {}
+    # A Secret of Kubernetes often ends with a newline.
+    environment = {variable: value_text.strip() for variable, value_text in (environment or {}).items()}
     layers = _ConfigLayers(schema)
     for path, value in (table or {}).items():
         label = f"{file_name}: {path}" if file_name else path

@@ -206,6 +206,14 @@ def _example(setting: Setting) -> Any:
     return examples[0] if examples else {int: 7, float: 7.0}.get(bare, "text")
 
 
+def test_a_key_from_a_secret_that_ends_with_a_newline_is_the_key() -> None:
+    environment = {"ROUTER_ADMIN_API_KEY": "key\n", "ROUTER_API_KEY": "a b\n", "ROUTER_WORKER_API_KEY": " \n"}
+    loaded = load_config(ROUTER, environment=environment)
+    assert loaded.config.admin_api_key == "key"
+    assert loaded.config.edge.api_keys == ("a", "b")
+    assert loaded.config.worker_api_key is None
+
+
 def test_a_flag_wins_over_the_environment_and_it_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\ncongestion_weight = 3\n[queue]\nfair = true\n")
