@@ -230,7 +230,7 @@ class RouterCore:
         if attempt is None or attempt.has_first_token:
             return []
         attempt.has_first_token = True
-        self._placer.observe_transfer(attempt, now)
+        attempt.observe_transfer(now)
         self._placer.end_prefill_leg(attempt, now, is_computed=True)
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
@@ -282,13 +282,11 @@ class RouterCore:
             return []
         active_request = self._active_requests[request_id]
         transfer = attempt.decision.transfer
-        is_first_report = not attempt.has_transfer_failed
-        if transfer is not None and is_first_report:
+        if transfer is not None and not attempt.has_transfer_failed:  # the attempt's first report
             active_request.tried_sources |= {transfer.source}
             active_request.crash_suspicions += may_be_crash
         self._placer.compute_without_transfer(attempt, now, is_pair_fault=is_pair_fault)
-        may_crash_more_workers = may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX
-        if may_crash_more_workers:
+        if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self.fail_attempt(request_id, FailureKind.SOURCE, now)
         return self._place_queued(now)
 
@@ -369,6 +367,7 @@ class RouterCore:
 
         active_request.failed_attempts += 1
         self._exclude_worker(active_request, attempt.decision.worker, kind)
+        # If it is repeated from its start, it may crash the next worker, too.
         is_repeated_whole = continuation is None or continuation is active_request.request
         if is_repeated_whole and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
             active_request.crash_suspicions += 1
@@ -462,7 +461,7 @@ class RouterCore:
         A worker that refuses connections is lost by that, which an instruction then reports.
         """
         request, worker = active_request.request, self.workers.get(attempt.decision.worker)
-        is_probe = worker is not None and worker.probe == request.request_id  # as long as the attempt lasts
+        is_probe = worker is not None and worker.probe == request.request_id  # the probe ends with the attempt
         self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
         if worker is None or not is_worker_fault(kind, request, worker, now - silent_s):
             return []

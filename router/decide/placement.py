@@ -64,6 +64,24 @@ class Attempt(msgspec.Struct, eq=False):
         """Return what the load tracker and the cache state count for the attempt."""
         return [self.in_flight] if self.prefill_leg is None else [self.in_flight, self.prefill_leg]
 
+    def observe_transfer(self, now: float) -> None:
+        """Derive the duration of the attempt's KV transfer, if there is one, at the request's first token.
+
+        For example, the first token comes 0.9 s after the transfer began, and the rest of the prompt takes 0.2 s. If
+        other prompts took 0.1 s of the 0.7 s that are left, the transfer took 0.6 s. Nothing is derived if they took
+        more than half of that time, or if the request also waited for a sequence slot.
+        """
+        timing, terms, target = self.transfer_timing, self.decision.terms, self.in_flight.target
+        has_waited_for_slot = terms.slot_wait_s > 0.0
+        if timing is None or has_waited_for_slot:
+            return
+        prefill_s = self.in_flight.prefill_s
+        own_prefill_s = max(terms.slowdown * prefill_s, prefill_s + target.step_s)
+        waited_s = now - timing.started_s - own_prefill_s
+        other_prefills_s = terms.slowdown * target.estimate_prefilled_s(timing.start_totals)
+        if other_prefills_s <= OTHERS_SHARE_MAX * waited_s:
+            timing.duration_s = waited_s - other_prefills_s
+
 
 class ActiveRequest(msgspec.Struct, eq=False):
     """A request from its arrival to the end of its answer, and what its failed attempts have shown.
@@ -277,7 +295,7 @@ class RequestPlacer:
 
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
-        """Send a request to the chosen worker, and count there what it will do: compute the prompt, and then answer."""
+        """Count a request at the chosen worker, as load and as cached there, and return the instruction to send it."""
         request, target = active_request.request, choice.winner.target
         decision = self._make_decision(active_request, choice, now)
         in_flight = self._add_load(active_request, choice, now)
@@ -391,24 +409,6 @@ class RequestPlacer:
         self._cache_state.end_request(leg, now, is_computed=is_computed)
         if is_computed:
             self._start_transfer(attempt, now)
-
-    def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Derive the duration of a KV transfer from the time of its request's first token.
-
-        For example, the first token comes 0.9 s after the transfer began, and the rest of the prompt takes 0.2 s. If
-        other prompts took 0.1 s of the 0.7 s that are left, the transfer took 0.6 s. Nothing is derived if they took
-        more than half of that time, or if the request also waited for a sequence slot.
-        """
-        timing, terms, target = attempt.transfer_timing, attempt.decision.terms, attempt.in_flight.target
-        has_waited_for_slot = terms.slot_wait_s > 0.0
-        if timing is None or has_waited_for_slot:
-            return
-        prefill_s = attempt.in_flight.prefill_s
-        own_prefill_s = max(terms.slowdown * prefill_s, prefill_s + target.step_s)
-        waited_s = now - timing.started_s - own_prefill_s
-        other_prefills_s = terms.slowdown * target.estimate_prefilled_s(timing.start_totals)
-        if other_prefills_s <= OTHERS_SHARE_MAX * waited_s:
-            timing.duration_s = waited_s - other_prefills_s
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
