@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from engine.cli import cli as engine
+from engine.config import SCHEMA as ENGINE_SCHEMA
 from options.command import load_from_command_line
 from router.admin.metrics_page import build_feed_families, render_metrics
 from router.app.accounting import RequestAccounting
@@ -273,7 +274,11 @@ def test_helm_renders_what_kubernetes_and_the_programs_take(values: dict[str, An
         return
     (container,) = named["Deployment", "llm-engines"]["spec"]["template"]["spec"]["containers"]
     assert container["args"][0] == engines["model"]
-    engine.commands["serve"].make_context("serve", list(container["args"]))  # type: ignore[attr-defined]
+    serve = engine.commands["serve"].make_context("serve", list(container["args"]))  # type: ignore[attr-defined]
+    events = load_from_command_line(ENGINE_SCHEMA, serve.params).config.engine.kv_events
+    assert events.enable_kv_cache_events
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert [events.endpoint, events.replay_endpoint] == [f"tcp://*:{ports[name]}" for name in ("events", "replay")]
     assert named["Service", "llm-engines"]["spec"]["selector"] == {"app": "llm-engines"}
 
 
