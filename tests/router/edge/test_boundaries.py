@@ -216,7 +216,7 @@ def wait_for_with(monkeypatch: pytest.MonkeyPatch, end: Callable[[Any], Any]) ->
     original = asyncio.wait_for
 
     async def patched(waited: Any, timeout: float | None) -> Any:
-        if getattr(waited, "__name__", "") != "create_connection":
+        if getattr(waited, "__qualname__", "") != "UpstreamPool._connect":
             return await original(waited, timeout)
         return await end(waited)
 
