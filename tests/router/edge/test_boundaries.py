@@ -233,11 +233,11 @@ def test_a_worker_that_accepts_and_closes_at_once_is_an_answer_at_once(
         await edge.worker(edge.reply())
 
         async def lost(opening: Any) -> Any:
-            transport, connection = await opening
-            transport.abort()
+            connection = opening.cr_frame.f_locals["connection"]
+            await opening
+            connection.transport.abort()
             while connection.transport is not None:
                 await asyncio.sleep(0)
-            return transport, connection
 
         wait_for_with(monkeypatch, lost)
         answer = await edge.exchange(make_post(CHAT))
