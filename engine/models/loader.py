@@ -111,9 +111,10 @@ def _copy_tensors(path: Path, model: CausalLM, targets_by_name: dict[str, list[T
 def _open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for a `with` block. Raises ModelError if the file, or a tensor in it, cannot be read."""
     try:
+        path.open("rb").close()  # the library says of a file without read permission that there is none
         with safe_open(path, framework="pt") as tensors:
             yield tensors
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
 

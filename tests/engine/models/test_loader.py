@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,6 +193,23 @@ def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> Non
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         load_model(folder)
+
+
+def test_weights_without_read_permission_are_not_called_missing() -> None:
+    """As in a container whose user is not the one that wrote the checkpoint: `save_file` lets the owner alone read."""
+    user_id = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(shutil.copytree(cached_model(Recipe()), Path(name) / "model"))
+        load_model(folder)
+        Path(name).chmod(0o755)
+        (folder / "model.safetensors").chmod(0)
+        if user_id == 0:
+            os.seteuid(65534)  # root may read everything
+        try:
+            with pytest.raises(ModelError, match=r"model\.safetensors: not a readable .* Permission denied"):
+                load_model(folder)
+        finally:
+            os.seteuid(user_id)
 
 
 @pytest.mark.parametrize(
