@@ -1,29 +1,27 @@
 """Continue a streamed answer at another worker when its worker dies, so that the client notices nothing.
 
-Decides which answers can be continued exactly, builds the request for the other worker, and converts that worker's
-events to the form of the first worker's. The other worker is sent the prompt and the tokens that the client has, to
-`/v1/completions`, or as a chat again where it is our engine. token_recorder.py records these tokens.
+Decides which answers can be continued exactly, and builds the request for the other worker. It is sent the prompt and
+the tokens that the client has, to `/v1/completions`, or as a chat again where it is our engine. token_recorder.py
+records these tokens, and event_converter.py converts the other worker's events to the form of the first worker's.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from router.decide.messages import RouteRequest
 from router.decide.workers import BLOCKCAST, VLLM
+from router.edge.event_converter import DONE_EVENT, MALFORMED_EVENT_ERRORS, EventConverter, make_event_template
 from router.edge.token_recorder import TokenRecorder
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 
 _COMPLETIONS_PATH: Final = b"/v1/completions"
 _CHAT_PATH: Final = "/v1/chat/completions"
-_DONE_DATA: Final = b"[DONE]"
-_DONE_EVENT: Final = b"data: [DONE]\n\n"
 NEW_TOKENS_MIN: Final = 32
 """Tokens that a second worker must have added before a third one may continue the answer."""
 _DEFAULT_TOKENS_MAX: Final = 16
@@ -49,8 +47,6 @@ _CHAT_OUTPUT_FIELDS = frozenset((
 ))
 """Fields that our engine needs to parse or end the answer of a chat."""
 # fmt: on
-_MALFORMED_EVENT_ERRORS = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
-"""Exceptions that events of an unknown form raise."""
 _USAGE_OPTION_PATTERN = re.compile(rb'"include_usage"\s*:\s*true')
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
@@ -104,13 +100,13 @@ def _is_continuable_field(name: str, raw: msgspec.Raw, *, is_chat: bool) -> bool
 class StreamContinuation:
     """Continues one streamed answer at another worker, if its first worker fails in the middle.
 
-    It records the tokens of the answer, builds the request for the rest of it, and rewrites the events of the second
-    worker, so that the client sees one stream.
+    It records the tokens of the answer, builds the request for the rest of it, and has the events of the second worker
+    converted, so that the client sees one stream.
     """
 
     __slots__ = (
-        "_body", "_event_template", "_fields", "_has_restarted", "_is_chat", "_sent_token_count", "_wants_token_ids",
-        "_wants_usage", "continuation_body", "engine", "recorder",
+        "_body", "_converter", "_fields", "_has_restarted", "_is_chat", "_sent_token_count", "_wants_token_ids",
+        "_wants_usage", "continuation_body", "engine", "path", "recorder",
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool) -> None:
@@ -133,12 +129,14 @@ class StreamContinuation:
         # The worker that continues the answer.
         self._has_restarted = False
         """Whether the whole request was repeated, as the client had nothing of the answer."""
-        self._event_template: dict[str, Any] | None = None
-        """Event of the first worker without its text; None before another worker continues the answer."""
+        self._converter: EventConverter | None = None
+        """Converts the events of the worker that continues the answer; None before."""
         self._sent_token_count = 0
         """Tokens that the client had received when the last worker died."""
         self.continuation_body: bytes | None = None
         """Body of the request for the rest of the answer."""
+        self.path: bytes | None = None
+        """Path of that request; None for the path of the client's request."""
 
     # Asking -------------------------------------------------------------------------------------------------------
 
@@ -150,11 +148,6 @@ class StreamContinuation:
         text.
         """
         return self._is_chat and (self.engine == BLOCKCAST or self._sent_token_count == 0)
-
-    @property
-    def path(self) -> bytes | None:
-        """Path for the body of `build_request_body`; None for the path of the client's request."""
-        return None if self.continuation_body is None or self._continues_as_chat else _COMPLETIONS_PATH
 
     @property
     def is_continued(self) -> bool:
@@ -197,11 +190,14 @@ class StreamContinuation:
         is_seeded_sample = self._decode_field("seed") is not None and self._decode_field("temperature") != 0
         return not is_seeded_sample
 
-    def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
+    def build_continuation_route(
+        self, route: RouteRequest, tokens_max: int | None, same_engine_workers: frozenset[str]
+    ) -> RouteRequest | None:
         """Return the routing request for the rest of an answer that broke off; None if it cannot be continued.
 
         For example, a prompt has 100 tokens, and its answer has 40 tokens so far and may have 100. Then the new prompt
-        has 140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known.
+        has 140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Only workers
+        of the same engine may continue the answer, but any worker may repeat a request without an event.
         """
         recorder = self.recorder
         if recorder is None or not self._is_recorded_fully(recorder):
@@ -217,8 +213,9 @@ class StreamContinuation:
         token_ids = recorder.prompt_ids + output_ids
         if self.engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens, tokens_max) < 1:
             return None
-        has_limit = route.output_tokens_max > 0
+        has_limit, allowed_workers = route.output_tokens_max > 0, route.allowed_workers
         return route.replace(
+            allowed_workers=same_engine_workers if allowed_workers is None else same_engine_workers & allowed_workers,
             token_ids=token_ids,
             prompt_tokens=len(token_ids),
             output_tokens_max=max(route.output_tokens_max - answered_tokens, 1) if has_limit else 0,
@@ -252,9 +249,15 @@ class StreamContinuation:
         if recorder.event_count == 0:
             self._has_restarted = True
             return
-        self._event_template = self._get_event_template()
         ids, self._sent_token_count = continuation_route.token_ids, recorder.output_token_count
+        event_template = self._get_event_template()
         assert isinstance(ids, array)
+        assert event_template is not None
+        self.path = None if self._continues_as_chat else _COMPLETIONS_PATH
+        self._converter = EventConverter(
+            event_template, is_chat=self._is_chat, is_worker_chat=self._continues_as_chat,
+            has_token_ids=self._wants_token_ids, prompted_tokens=self._sent_token_count if self.engine == VLLM else 0,
+        )  # fmt: skip
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any]:
@@ -290,9 +293,8 @@ class StreamContinuation:
         """
         if self.engine == VLLM:
             return {**self._fields, "return_token_ids": True}
-        resent_fields = {
-            name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
-        }
+        resent_names = _RESENT_FIELDS | _CHAT_OUTPUT_FIELDS
+        resent_fields = {name: value for name, value in self._fields.items() if name in resent_names}
         last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
         extra_fields = {"prompt_token_ids": ids.tolist(), "answered_tokens": answered_tokens, "return_token_ids": True}
         return {**resent_fields, "messages": last_message, **extra_fields}
@@ -311,106 +313,29 @@ class StreamContinuation:
         raw = self._fields.get(name)
         return None if raw is None else msgspec.json.decode(raw)
 
-    @property
-    def has_worker_failed(self) -> bool:
-        """Whether the worker reported a failure, in an event that is held back."""
-        return self.recorder is not None and self.recorder.has_worker_failed
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether the answer would be incomplete if it ended now."""
-        return self.recorder is not None and self.recorder.is_truncated
-
-    def release_failure_event(self) -> bytes:
-        """Return the event with the worker's failure, for the client if no worker continues the answer."""
-        return self.recorder.stop_recording() if self.recorder is not None else b""
-
     # Answering ----------------------------------------------------------------------------------------------------
 
     def record_and_convert(self, content: bytes, *, is_last: bool) -> bytes:
         """Record the tokens in the next bytes of a worker's answer, and return the complete events for the client.
 
-        Events of a worker that continues the answer get the id and the other fixed fields of the first worker's events,
-        so that the client sees one stream. `is_last`: whether the answer ends with these bytes. Raises ProtocolError
-        for events that cannot be converted.
+        `is_last`: whether the answer ends with these bytes. Raises ProtocolError for events that cannot be converted.
         """
         assert self.recorder is not None
         events = self.recorder.feed(content)
         if is_last:
             events += self.recorder.finish()
-        is_first_worker = self._event_template is None
-        if is_first_worker or not events:
+        if self._converter is None or not events:
             return events
         try:
-            unix_events = events.replace(b"\r\n", b"\n")  # JSON has no line end in its strings
-            return b"".join(self._convert_event(event) for event in unix_events.split(b"\n\n") if event)
-        except _MALFORMED_EVENT_ERRORS as error:
+            return self._converter.convert(events)
+        except MALFORMED_EVENT_ERRORS as error:
             self.recorder.is_unrecognized = True  # the client does not get these events, but their tokens are recorded
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
-
-    def _convert_event(self, event: bytes) -> bytes:
-        """Return a server-sent event of the worker that continues the answer as the first worker would have sent it.
-
-        Return b"" for an event that the client does not need: it names the role again, or has nothing new.
-        """
-        data = _read_data(event)
-        if not data:
-            return event + b"\n\n"  # a comment, which keeps connections alive
-        if data == _DONE_DATA:
-            return _DONE_EVENT
-        event_fields = msgspec.json.decode(data)
-        assert self._event_template is not None
-        choices: list[dict[str, Any]] = []
-        for choice in event_fields["choices"]:
-            converted_choice = self._convert_choice(choice, self._event_template["choices"][0])
-            if converted_choice is None:
-                return b""
-            choices.append(converted_choice)
-        converted_event = {**self._event_template, "choices": choices}
-        if event_fields.get("usage") is not None:
-            converted_event["usage"] = self._convert_usage(event_fields["usage"])
-        return b"data: " + msgspec.json.encode(converted_event) + b"\n\n"
-
-    def _convert_choice(self, choice: dict[str, Any], template: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a choice of the continuing worker in the first worker's form; None if the client does not need it.
-
-        `choice`: element of `choices` in an event. `template`: that of the first worker, without its text and ids.
-        """
-        delta = _get_delta(choice, is_chat=self._continues_as_chat)
-        finish_reason = choice.get("finish_reason")
-        if "role" in delta:
-            return None  # the first worker has sent the role
-        has_text = any(delta.values())
-        if not has_text and finish_reason is None and not self._wants_token_ids:
-            return None
-        converted_choice = dict(template)
-        if self._is_chat:
-            converted_choice["delta"] = delta
-        else:
-            converted_choice["text"] = delta.get("content") or ""
-        if finish_reason is not None:
-            converted_choice["finish_reason"] = finish_reason
-            converted_choice["stop_reason"] = choice.get("stop_reason")
-        if self._wants_token_ids:
-            converted_choice["token_ids"] = choice.get("token_ids")
-        return converted_choice
-
-    def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the usage of the whole answer, from the usage that the continuing worker reports."""
-        converted_usage = dict(usage)
-        if self.engine == VLLM:
-            converted_usage["prompt_tokens"] -= self._sent_token_count
-            converted_usage["completion_tokens"] += self._sent_token_count
-        details = converted_usage.get("prompt_tokens_details")
-        if details and details.get("cached_tokens") is not None:
-            cached_tokens = min(details["cached_tokens"], converted_usage["prompt_tokens"])
-            converted_usage["prompt_tokens_details"] = {**details, "cached_tokens": cached_tokens}
-        return converted_usage
 
     def _get_event_template(self) -> dict[str, Any] | None:
         """Return an event of the first worker without its text and ids; None if it has another form than is known."""
         assert self.recorder is not None
-        return self._event_template or _build_event_template(self.recorder.last_event)
+        return make_event_template(self.recorder.last_event) if self._converter is None else self._converter.template
 
     def build_end_events(self, *, is_usage_sent: bool) -> bytes | None:
         """Return the usage, if the client wants it and does not have it, and `[DONE]`, for a stream that broke off.
@@ -421,9 +346,9 @@ class StreamContinuation:
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
         if not self._wants_usage or is_usage_sent:
-            return _DONE_EVENT
+            return DONE_EVENT
         usage_event = self._build_usage_event(recorder)
-        return None if usage_event is None else usage_event + _DONE_EVENT
+        return None if usage_event is None else usage_event + DONE_EVENT
 
     def _build_usage_event(self, recorder: TokenRecorder) -> bytes | None:
         """Return the event that reports the recorded tokens; None if the form of the worker's events is not known."""
@@ -437,27 +362,3 @@ class StreamContinuation:
             "completion_tokens": completion_tokens,
         }
         return b"data: " + msgspec.json.encode({**event_template, "choices": [], "usage": usage}) + b"\n\n"
-
-
-def _read_data(event: bytes) -> bytes:
-    """Return the data of a server-sent event, which may also have comments and other fields."""
-    return b"".join(line[len(b"data:") :] for line in event.splitlines() if line.startswith(b"data:")).strip()
-
-
-def _get_delta(choice: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    """Return the new text of an event as the `delta` of a chat. Some frontends omit null and empty fields."""
-    delta: dict[str, Any] = choice.get("delta") or {} if is_chat else {"content": choice.get("text") or ""}
-    return delta
-
-
-def _build_event_template(event: bytes) -> dict[str, Any] | None:
-    """Return an event without its text and ids; None if it does not have one choice."""
-    try:
-        event_fields: dict[str, Any] = msgspec.json.decode(_read_data(event))
-        event_fields.pop("prompt_token_ids", None)
-        (choice,) = event_fields["choices"]
-        for name in ("delta", "text", "token_ids", "prompt_token_ids"):
-            choice.pop(name, None)
-    except _MALFORMED_EVENT_ERRORS:
-        return None
-    return event_fields

@@ -21,7 +21,7 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
 from router.edge.config import Timeouts
-from router.edge.continuation import StreamContinuation, build_continuation
+from router.edge.continuation import build_continuation
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
@@ -284,23 +284,26 @@ class Exchange:
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=self._is_resend)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
-        """Forward the head of a worker's answer, and `data`, the first bytes of its body, to the client.
-
-        If the status is a failure, another worker is tried instead. If the client has the beginning of another worker's
-        answer, only the body is forwarded.
-        """
+        """Forward an answer's head and `data`, the first bytes of its body, unless another worker is tried instead."""
         if self._retry_after_status(head):
             return
-        is_continued, is_stream = self.client.has_response_started, is_readable_stream(head)
-        if is_continued and not is_stream:
-            reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
-            self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
+        if self.client.has_response_started:
+            self._forward_further_part(head, data)
             return
         self._response_head = head
-        redacted_keys = None if is_continued else self._proxy.redacted_keys
-        continuation = self.context.continuation if is_stream else None
-        self._filter.choose_conversion(head, continuation, redacted_keys, is_http_1_0=self.context.request.is_http_1_0)
-        self.on_attempt_body(head, data, client_head=b"" if is_continued else self._build_client_head(head))
+        self._filter.begin_answer(head, self._proxy.redacted_keys, is_http_1_0=self.context.request.is_http_1_0)
+        self._filter.begin_part(head, self.context.continuation)
+        self.on_attempt_body(head, data, client_head=self._build_client_head(head))
+
+    def _forward_further_part(self, head: ResponseHead, data: bytes) -> None:
+        """Forward the body of a worker that continues an answer, of which the client has the head and maybe a part."""
+        if is_readable_stream(head):
+            self._response_head = head
+            self._filter.begin_part(head, self.context.continuation)
+            self.on_attempt_body(head, data)
+        else:
+            reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
+            self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
@@ -362,28 +365,32 @@ class Exchange:
         return self.context.request.keep_alive and is_delimited and not self.context.request.is_http_1_0
 
     def on_attempt_body(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
-        """Forward the next bytes of the worker's answer to the client, after `client_head`, and record its progress.
+        """Forward the next bytes of the worker's answer to the client, after `client_head`, and end a complete answer.
 
         Bytes that the worker sends after the end of its answer are dropped.
         """
-        context, body, response_filter = self.context, head.body, self._filter
-        progress, continuation = context.progress, response_filter.continuation
-        content, surplus = body.feed(data)
-        now = self._proxy.now()
+        context, recorder, now = self.context, self._filter.recorder, self._proxy.now()
+        content, surplus = head.body.feed(data)
+        self._forward_content(head, content, client_head, now)
+        if recorder is not None and recorder.has_worker_failed:
+            if self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
+                return
+            self.client.write(encode_chunk(recorder.stop_recording()))  # its report, which was held back
+        if head.body.is_complete:
+            self._end_body(head, reusable=head.keep_alive and not surplus)
+        elif context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
+            self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
+
+    def _forward_content(self, head: ResponseHead, content: bytes, client_head: bytes, now: float) -> None:
+        """Send the next content of an answer to the client, after `client_head`, and record the answer's progress."""
+        progress, response_filter = self.context.progress, self._filter
         is_first_output = not progress.has_started and self._record_start(head, content, now)
-        content = response_filter.convert(content, is_last=body.is_complete)
+        content = response_filter.convert(content, is_last=head.body.is_complete)
         if client_head or content:
             self.client.write(client_head + (encode_chunk(content) if response_filter.adds_chunks else content))
         progress.record(content, now)
         if is_first_output and head.status == 200:
-            self._proxy.notify_first_byte(context)
-
-        if continuation is not None and continuation.has_worker_failed and self._handle_worker_failure(continuation):
-            return  # another worker continues the answer
-        if body.is_complete:
-            self._end_body(head, reusable=head.keep_alive and not surplus)
-        elif progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
-            self._proxy.core.record_progress(context.request_id, progress.read_count, now)
+            self._proxy.notify_first_byte(self.context)
 
     def _record_start(self, head: ResponseHead, content: bytes, now: float) -> bool:
         """Record the first byte of an answer, and its first output. Return whether `content` has the first output."""
@@ -401,8 +408,8 @@ class Exchange:
 
     def _end_body(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the answer with its body, unless events are missing in a stream. `reusable`: the worker's connection."""
-        continuation = self._filter.continuation
-        if continuation is not None and continuation.is_truncated:
+        recorder = self._filter.recorder
+        if recorder is not None and recorder.is_truncated:
             self._handle_broken_response("the worker ended its answer without a finish reason")
             return
         if self._filter.adds_chunks:
@@ -568,13 +575,6 @@ class Exchange:
         self._proxy.record_broken_stream(self.context, "cut", reason)
         self.client.abort_response()
 
-    def _handle_worker_failure(self, continuation: StreamContinuation) -> bool:
-        """Continue elsewhere after a worker reported its failure; return False if the report goes to the client."""
-        if not self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
-            self.client.write(encode_chunk(continuation.release_failure_event()))
-            return False
-        return True
-
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
         """Have another worker continue a streamed answer that broke off; return False if none can.
 
@@ -651,13 +651,8 @@ class Exchange:
         continuation = self.context.continuation
         if continuation is None or continuation.recorder is None:  # the tokens that the client has are unknown
             return route if self._may_repeat() else None
-        continuation_route = continuation.build_continuation_route(route, self.context.model_tokens_max)
-        if continuation_route is None or continuation_route is route:
-            return continuation_route
         same_engine_workers = self._proxy.workers.find_workers_of_engine(continuation.engine)
-        if route.allowed_workers is not None:
-            same_engine_workers &= route.allowed_workers
-        return continuation_route.replace(allowed_workers=same_engine_workers)
+        return continuation.build_continuation_route(route, self.context.model_tokens_max, same_engine_workers)
 
     def _may_repeat(self) -> bool:
         """Return whether the request may be sent again, once: the client has the head of its answer, but no body."""

@@ -9,44 +9,47 @@ import msgspec
 
 from router.edge.continuation import StreamContinuation
 from router.edge.response_redactor import ResponseRedactor
+from router.edge.token_recorder import TokenRecorder
 from router.http.response import ResponseHead
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter(msgspec.Struct, eq=False):
-    """Converts the content of a worker's answer for the client: records tokens and hides internal fields."""
+    """Converts the content of an answer for the client: records tokens and hides internal fields.
+
+    An answer may have parts of several workers, if some die. Call `begin_answer` for the first, `begin_part` for each.
+    """
 
     adds_chunks: bool = False
     """Whether the content is sent in chunks, as the worker did, which clients of HTTP/1.0 do not understand."""
-    continuation: StreamContinuation | None = None
-    """Continuation that records the tokens of the answer; None if they are not recorded."""
+    _continuation: StreamContinuation | None = None
+    """Continuation that records the tokens of the present worker; None if they are not recorded."""
     _redactor: ResponseRedactor | None = None
 
-    def choose_conversion(
-        self,
-        head: ResponseHead,
-        continuation: StreamContinuation | None,
-        redacted_keys: re.Pattern[bytes] | None,
-        *,
-        is_http_1_0: bool,
-    ) -> None:
-        """Choose how the content of a worker's answer is converted for the client. `head`: its status and headers.
+    def begin_answer(self, head: ResponseHead, redacted_keys: re.Pattern[bytes] | None, *, is_http_1_0: bool) -> None:
+        """Choose the framing of an answer by the head that the client gets, and which JSON fields are blanked in it.
 
-        `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
-        fields whose values are blanked; None if all are shown. Also None for a worker that continues the answer of
-        another one: the redactor of the first part then goes on. `is_http_1_0`: the client's version of HTTP.
+        `redacted_keys`: pattern of these fields; None if all are shown. `is_http_1_0`: the client's version of HTTP.
         """
-        records_tokens = continuation is not None and continuation.recorder is not None
-        self.continuation = continuation if records_tokens else None
         self.adds_chunks = head.is_chunked and not is_http_1_0
         if redacted_keys is not None and _is_readable(head):
             self._redactor = ResponseRedactor(redacted_keys)
 
+    def begin_part(self, head: ResponseHead, continuation: StreamContinuation | None) -> None:
+        """Record the tokens of a worker's part of an answer if it is a stream, so that another worker can go on."""
+        records_tokens = continuation is not None and continuation.recorder is not None and is_readable_stream(head)
+        self._continuation = continuation if records_tokens else None
+
+    @property
+    def recorder(self) -> TokenRecorder | None:
+        """Recorder of the present worker's tokens; None if they are not recorded."""
+        return None if self._continuation is None else self._continuation.recorder
+
     def convert(self, content: bytes, *, is_last: bool) -> bytes:
         """Return the content for the client that replaces the next content of the answer. Raises ProtocolError."""
-        if self.continuation is not None:
-            content = self.continuation.record_and_convert(content, is_last=is_last)
+        if self._continuation is not None:
+            content = self._continuation.record_and_convert(content, is_last=is_last)
         if self._redactor is not None:
             content = self._redactor.feed(content, ends=is_last)
         return content

@@ -29,6 +29,7 @@ from prompts.schemas import parse_chat, parse_completion
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.tracker import LoadTracker
 from router.edge.continuation import StreamContinuation
+from router.edge.event_converter import EventConverter
 from router.edge.response_progress import find_usage
 from router.fleet import worker_responses
 from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
@@ -171,13 +172,14 @@ def _stream(data: bytes) -> None:
     for shape in (None, {"id": "1", "choices": [{"index": 0}]}):
         answer = StreamContinuation({}, b'{"stream":true}', is_chat=True)
         answer.build_request_body("vllm")
-        answer._event_template = shape  # as where another worker goes on
+        if shape is not None:  # as where another worker goes on
+            answer._converter = EventConverter(shape, True, True, False, 0)
         for piece in _pieces(data):
             if answer.recorder is not None:
                 answer.record_and_convert(piece, is_last=False)
         if answer.recorder is not None:
             answer.record_and_convert(b"", is_last=True)
-        answer.release_failure_event()
+            answer.recorder.stop_recording()
 
 
 def _worker(data: bytes) -> None:
