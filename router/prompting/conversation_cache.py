@@ -53,7 +53,8 @@ def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
 class Boundary(msgspec.Struct, frozen=True, eq=False):
     """A place between two messages of a request body, at which the token ids of its prompt can be cut too.
 
-    A later body with the same bytes before this place has the same token ids before it.
+    For example, `{"messages": [A, B, C], ...}` has a boundary after B. A later body with the same bytes up to there has
+    the same first `token_count` token ids.
     """
 
     body_end: int
@@ -62,12 +63,12 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages of the chat before the boundary."""
     token_count: int
     """Token ids of the prompt before the boundary."""
-    prefix: RenderedPlaceholders
-    """Short placeholder messages that are rendered in place of the messages before the boundary."""
+    placeholders: RenderedPlaceholders
+    """Short messages that are rendered in place of those before the boundary, when new messages are."""
     starts_turn: bool
     """Whether the message after the boundary was the user's."""
     trailing_count: int
-    """Messages after the boundary in the body for which it was made."""
+    """Messages of the body after the boundary, when it was made."""
 
 
 class OtherFields(msgspec.Struct, frozen=True, eq=False):
@@ -118,7 +119,7 @@ class CachedConversation(msgspec.Struct, eq=False):
         size_bytes = _ENTRY_BYTES + self.token_ids.itemsize * len(self.token_ids) + self.prepared_prompt_bytes
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
-        size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.prefix.text) for boundary in self.boundaries])
+        size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.placeholders.text) for boundary in self.boundaries])
         if self.other_fields is not None:
             end_bytes = len(self.other_fields.end_json)
             size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)

@@ -58,7 +58,7 @@ class _Cut(NamedTuple):
             body_end=self.body_end,
             message_count=message_offset + self.earlier_count,
             token_count=token_count,
-            prefix=self.after.prefix,
+            placeholders=self.after.prefix,
             starts_turn=self.after.messages[0].get("role") == "user",
             trailing_count=self.trailing_count,
         )
@@ -228,7 +228,7 @@ def continue_conversation(
     request, new_messages = partial_body.request, partial_body.new_messages
     if conversation.kind == "messages" and not new_messages:
         return None  # the assistant's last message would be continued, which the cached ids do not allow
-    rendered = renderer.render_new(boundary.prefix, partial_body.inputs, new_messages)
+    rendered = renderer.render_new(boundary.placeholders, partial_body.inputs, new_messages)
     if rendered is None:
         return None
     cut = None

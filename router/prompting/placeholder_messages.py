@@ -93,13 +93,12 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
         for message in messages:
             if message.get("role") == "user" and last_turn:
                 for placeholder in last_turn:
-                    _append_or_fold_loop(earlier_turns, placeholder.kind, placeholder.message)
+                    _append_or_fold_loop(earlier_turns, placeholder)
                 last_turn = []
             try:
-                kind, short_message = _shorten_message(message, markers)
+                _append_or_fold_loop(last_turn, _make_placeholder(message, markers))
             except _UnsupportedMessageError:
                 return None
-            _append_or_fold_loop(last_turn, kind, short_message)
         extended = PlaceholderMessages(tuple(earlier_turns), tuple(last_turn))
         return extended if len(extended.messages) <= MESSAGES_MAX else None
 
@@ -139,7 +138,7 @@ def is_system_message(message: Message) -> bool:
     return message.get("role") in ("system", "developer")
 
 
-def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
+def _append_or_fold_loop(placeholders: list[_Placeholder], new_placeholder: _Placeholder) -> None:
     """Append a placeholder, or replace the last placeholders by it if a loop begins again with its kind.
 
     One round of a tool loop is enough: kinds A B C B C become A B C. When the second B comes, C is kept, as it is the
@@ -147,16 +146,16 @@ def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message:
     """
     for index in reversed(range(len(placeholders))):
         last_kind = placeholders[index].kind
-        if last_kind == kind:
-            placeholders[index:] = [_Placeholder(kind, message)]
+        if last_kind == new_placeholder.kind:
+            placeholders[index:] = [new_placeholder]
             return
         if all(placeholder.kind != last_kind for placeholder in placeholders[:index]):
             break  # it is the first of its kind
-    placeholders.append(_Placeholder(kind, message))
+    placeholders.append(new_placeholder)
 
 
-def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind, Message]:
-    """Return the kind of a message, and a copy of the message with short texts.
+def _make_placeholder(message: Message, markers: tuple[str, ...]) -> _Placeholder:
+    """Return a copy of a message with short texts, and the kind of the message.
 
     Messages of one kind are equal in everything by which a template may decide: the role, and for each field whether it
     is a list or a text, which `markers` it has (as `</think>`), and whether text, white space or nothing is between.
@@ -179,7 +178,7 @@ def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind,
             short_message[name] = _shorten_value(value, 0)
     descriptions = [(name, value) for name, value in description_by_field.items() if value is not None]
     descriptions.sort(key=lambda description: description[0])
-    return tuple(descriptions), short_message
+    return _Placeholder(tuple(descriptions), short_message)
 
 
 def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
