@@ -42,8 +42,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = (
-        "_connection", "_filter", "_is_client_paused", "_is_resend", "_is_source_refused", "_prefill", "_proxy",
-        "_response_head", "client", "context",
+        "_connection", "_filter", "_is_client_paused", "_is_resend", "_prefill", "_proxy", "_pull", "_response_head",
+        "client", "context",
     )  # fmt: skip
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
@@ -58,8 +58,8 @@ class Exchange:
         """Head of the present worker's answer; None until it is forwarded."""
         self._prefill: PrefillLeg | None = None
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
-        self._is_source_refused = False
-        """Whether the worker of the latest decision has refused the source that it should pull from."""
+        self._pull: Transfer | None = None
+        """Pull of a cached prefix by the chosen worker; None if there is none, or the worker refused its source."""
         self._filter = ResponseFilter()
         self._is_client_paused = False
 
@@ -78,8 +78,8 @@ class Exchange:
         """Start an attempt at the worker that the core chose, or the prefill at another worker before this attempt."""
         self.close()
         self.context.decision = decision
-        self._is_source_refused = False
         transfer = decision.transfer
+        self._pull = transfer if transfer is not None and transfer.kind is TransferKind.PULL else None
         if transfer is not None:
             self._proxy.record_transfer_start(transfer)
         has_prompt = self.context.request.path in API_KIND_BY_PATH
@@ -251,21 +251,14 @@ class Exchange:
 
     def _take_kv_fields(self, decision: Decision) -> Fields | None:
         """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
-        proxy, pull = self._proxy, self._find_pull(decision)
-        if pull is not None:
-            return proxy.workers.make_pull_fields(pull, decision.predicted_cached_tokens)
+        if self._pull is not None:
+            return self._proxy.workers.make_pull_fields(self._pull, decision.predicted_cached_tokens)
         if self._prefill is None:
             return None
-        kv_fields = self._prefill.take_decode_fields(proxy.now())
+        kv_fields = self._prefill.take_decode_fields(self._proxy.now())
         if kv_fields is None:
             self._drop_prefill("late", "the KV is not kept for so long")
         return kv_fields
-
-    def _find_pull(self, decision: Decision) -> Transfer | None:
-        """Return the pull of a cached prefix that the worker is to be told; None if it is to be told none."""
-        transfer = decision.transfer
-        is_pull = transfer is not None and transfer.kind is TransferKind.PULL
-        return transfer if is_pull and not self._is_source_refused else None
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection was opened. `error`: None if the worker closed it at once."""
@@ -320,8 +313,8 @@ class Exchange:
             if self._retry_without_prefill():
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
-        if head.status == 403 and decision is not None and self._find_pull(decision) is not None:
-            self._is_source_refused = True
+        if head.status == 403 and decision is not None and self._pull is not None:
+            self._pull = None
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
             self._start_attempt(decision)
             return True
