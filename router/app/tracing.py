@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from threading import Thread
 from typing import Any
 
 from options import ConfigError
@@ -15,6 +16,8 @@ from router.decide.messages import Decision, Terms
 from router.edge.request_context import PrefillTimes, RequestContext, RequestSpan
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
+
+CLOSE_S_MAX = 3.0
 
 
 class Tracing:
@@ -46,7 +49,7 @@ class Tracing:
         if not endpoint.endswith("/v1/traces"):
             endpoint = endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({"service.name": "blockcast-router", "service.version": version})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
@@ -124,9 +127,10 @@ class Tracing:
         span.end(trace.to_ns(decided_s))
 
     def close(self) -> None:
-        """Send the spans that were not sent yet, for a few seconds at most."""
-        self._provider.force_flush(2000)
-        self._provider.shutdown()
+        """Send the spans that were not sent yet, for `CLOSE_S_MAX` at most; the SDK's own bounds are far longer."""
+        closing_thread = Thread(target=self._provider.shutdown, daemon=True)
+        closing_thread.start()
+        closing_thread.join(CLOSE_S_MAX)
 
 
 def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:

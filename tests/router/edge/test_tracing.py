@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -137,6 +138,25 @@ def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
     assert "blockcast-router" in {each.value.string_value for each in resource.resource.attributes}
     (span,) = resource.scope_spans[0].spans
     assert span.status.code == 2
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app.tracing.CLOSE_S_MAX", 0.01)
+    release, has_begun, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    class SilentExporter(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            has_begun.set()
+            release.wait(10)
+            has_ended.set()
+            return super().export(spans)
+
+    tracing = Tracing("http://127.0.0.1:9", 1.0, "1.2.3", SilentExporter())
+    tracing._tracer.start_span("a request").end()
+    tracing.close()
+    assert has_begun.wait(10)
+    assert not has_ended.is_set()
+    release.set()
 
 
 def test_files_that_another_package_put_over_those_of_opentelemetry_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
