@@ -17,12 +17,11 @@ from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptMatch
-from router.prompting.outline import Outline
 
 BLOCK_TOKENS: Final = 16
 """Block size of a worker that reports none."""
-TEMPLATE_TAIL_TOKENS: Final = 16
-"""Most tokens at the end of a prompt with which the template asks for an answer."""
+GENERATION_PROMPT_TOKENS_MAX: Final = 16
+"""Longest generation prompt: the tokens with which a chat template ends a prompt, so that the model answers."""
 ANNOUNCEMENT_S_MAX: Final = 5.0
 """Time after which blocks that were computed and not announced count as evicted."""
 
@@ -137,7 +136,7 @@ def attribute_misses(
         _add_evicted(builder, placement)
         builder.add("new_session", builder.prompt_tokens)
         return builder.ranges
-    comparison = _Comparison(prompt, match, placement, facts)
+    comparison = _Comparison(match, placement, facts)
     if match.scope_difference is None:
         _add_lost(builder, comparison)
     else:
@@ -151,7 +150,6 @@ def attribute_misses(
 class _Comparison(NamedTuple):
     """A prompt and the last prompt of its conversation, with what is known of the workers' caches."""
 
-    prompt: AnalyzedPrompt
     match: PromptMatch
     placement: Placement
     facts: MissFacts
@@ -165,7 +163,7 @@ class _Comparison(NamedTuple):
 
     def round_down_to_blocks(self, tokens: int) -> int:
         """Return how many of the first `tokens` can be cached: whole blocks, and never the last token of the prompt."""
-        cacheable_tokens = min(tokens, len(self.prompt.token_ids) - 1)
+        cacheable_tokens = min(tokens, len(self.match.prompt.token_ids) - 1)
         return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
 
 
@@ -226,7 +224,7 @@ def _add_changed(builder: _RangeBuilder, comparison: _Comparison) -> None:
     if match.is_continuation:
         _add_rewritten_answer(builder, comparison)
     elif match.is_same_session and match.scope_difference is None:
-        reason, message_index = _classify_message_difference(comparison)
+        reason, message_index = _classify_message_difference(match, comparison.facts)
         changed_until = max(match.previous.cacheable_tokens, match.common_tokens + 1)
         builder.add(reason, changed_until, position=match.common_tokens, message=message_index)
     else:  # a prompt of the parent session, or of another model: nothing in it was changed
@@ -239,7 +237,7 @@ def _add_rewritten_answer(builder: _RangeBuilder, comparison: _Comparison) -> No
     Tokens that fill no whole block were never cached. If whole blocks are missing, although no worker lost them, the
     client or the chat template has written the answer otherwise than the model did.
     """
-    previous, outline = comparison.match.previous, comparison.prompt.outline
+    previous, outline = comparison.match.previous, comparison.match.prompt.outline
     is_partial_block = builder.offset >= comparison.usable_tokens
     if is_partial_block or outline is None:
         builder.add("partial_block", previous.cacheable_tokens)
@@ -264,38 +262,27 @@ def _classify_loss(previous: AnalyzedPrompt, facts: MissFacts, now: float) -> tu
     return "not_announced", None
 
 
-def _classify_message_difference(comparison: _Comparison) -> tuple[str, int | None]:
+def _classify_message_difference(match: PromptMatch, facts: MissFacts) -> tuple[str, int | None]:
     """Return how a prompt differs from its conversation's last one, and the index of the message that differs, or None.
 
     For example, ("edited", 3) if the client changed its fourth message, and ("tools", None) if it offers other tools.
     """
-    outline, previous = comparison.prompt.outline, comparison.match.previous
-    if outline is None or previous.outline is None:
+    old_outline, new_outline = match.previous.outline, match.prompt.outline
+    if old_outline is None or new_outline is None:
         return "edited", None
-    common_share = comparison.match.common_tokens / len(previous.token_ids)
-    difference, message_index = classify_difference(previous.outline, outline, common_share)
+    common_share = match.common_tokens / len(match.previous.token_ids)
+    difference, message_index = classify_difference(old_outline, new_outline, common_share)
     if difference != "re_encoded":
         return difference, message_index
-    template_difference = _find_template_difference(comparison, previous.outline, outline)
-    return template_difference or (difference, message_index)
-
-
-def _find_template_difference(
-    comparison: _Comparison, old_outline: Outline, new_outline: Outline
-) -> tuple[str, int] | None:
-    """Find why a chat template made other tokens of the same messages: a reason and a message's index, or None.
-
-    If only the last tokens of the previous prompt differ, these began the answer, `<assistant><think>` for example. The
-    template writes other tokens there once the answer is a message. If earlier tokens differ, the template may have
-    moved a new system prompt before the earlier messages.
-    """
-    previous, common_tokens = comparison.match.previous, comparison.match.common_tokens
-    if len(previous.token_ids) - common_tokens > TEMPLATE_TAIL_TOKENS:
+    # The messages are the same, but the chat template has rendered them otherwise.
+    differing_ids = match.previous.token_ids[match.common_tokens :]
+    if len(differing_ids) > GENERATION_PROMPT_TOKENS_MAX:
+        # Some templates move a system prompt that is added at the end before all other messages.
         system_prompt_index = find_added_system_prompt(old_outline, new_outline)
-        return None if system_prompt_index is None else ("system_prompt", system_prompt_index)
-    answer_index = previous.message_count
-    is_answer = classify_answer_change(new_outline, answer_index) is not None
-    if not is_answer:
-        return None
-    is_thought = comparison.facts.is_thinking(previous.route.scope.model, previous.token_ids[common_tokens:])
-    return ("thinking_dropped" if is_thought else "re_encoded"), answer_index
+        return ("re_encoded" if system_prompt_index is None else "system_prompt"), system_prompt_index
+    # The answer, now a message, begins otherwise than the generation prompt: without `<think>`, for example.
+    answer_index = old_outline.message_count
+    if classify_answer_change(new_outline, answer_index) is None:  # no answer was added
+        return "re_encoded", None
+    is_thinking = facts.is_thinking(match.previous.route.scope.model, differing_ids)
+    return ("thinking_dropped" if is_thinking else "re_encoded"), answer_index

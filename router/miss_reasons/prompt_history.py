@@ -11,11 +11,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from router.decide.messages import RouteRequest
-from router.index.protocol import Scope
 from router.miss_reasons.differences import SYSTEM, is_side_request, unpack_fingerprints
 from router.prompting.outline import ROLE_BITS, Outline
 
@@ -92,26 +92,67 @@ class AnalyzedPrompt:
         return 0 if self.outline is None else self.outline.message_count
 
     @property
+    def distinctive_digests(self) -> set[int]:
+        """Content digests of the messages by which conversations are told apart; none without an outline.
+
+        Without a session's name these are not those of system prompts, which many conversations share.
+        """
+        if self.outline is None:
+            return set()
+        messages = unpack_fingerprints(self.outline)
+        if self.session is not None:
+            return set(messages.content_digests)
+        return {digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM}
+
+    @property
     def cacheable_tokens(self) -> int:
         """Tokens of prompt and answer that can be cached: the last one was never computed."""
         return len(self.token_ids) + max(self.answer_tokens - 1, 0)
 
 
-class PromptMatch(NamedTuple):
-    """Earlier prompt of a conversation that was found for a new prompt, which most likely continues it."""
+@dataclass(frozen=True)
+class PromptMatch:
+    """A new prompt, and an earlier one that the new one most likely continues."""
 
     previous: AnalyzedPrompt
+    prompt: AnalyzedPrompt
     common_tokens: int
     """Tokens with which both prompts begin."""
-    is_same_session: bool = True
-    """Whether both are of the same session; False if the earlier prompt is of the parent session."""
-    scope_difference: str | None = None
-    """Field in which the prompts differ (model, lora, salt), so that they share no cached blocks; None: in none."""
 
     @property
     def is_continuation(self) -> bool:
         """Whether the new prompt begins with the whole earlier one."""
         return self.common_tokens == len(self.previous.token_ids)
+
+    @property
+    def is_same_session(self) -> bool:
+        """Whether both are of the same session; False if the earlier prompt is of the parent session."""
+        return self.previous.session == self.prompt.session
+
+    @property
+    def scope_difference(self) -> str | None:
+        """Field in which the prompts differ (model, lora, salt), so that they share no cached blocks; None: in none."""
+        old, new = self.previous.route.scope, self.prompt.route.scope
+        return next((name for name in ("model", "lora", "salt") if getattr(old, name) != getattr(new, name)), None)
+
+    @property
+    def is_same_conversation(self) -> bool:
+        """Whether both are of one conversation: chats need a common message, others a session or a common beginning.
+
+        An agent's request for a title or a summary is not part of the conversation, though it has the session's name.
+        """
+        old, new = self.previous.outline, self.prompt.outline
+        if old is not None and new is not None:
+            return not is_side_request(old, new) and self.similarity > 0
+        shorter_prompt_tokens = min(len(self.previous.token_ids), len(self.prompt.token_ids))
+        return self.previous.session is not None or self.common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
+
+    @cached_property
+    def similarity(self) -> int:
+        """Number of common messages if both prompts are chats, else of common tokens."""
+        if self.previous.outline is None or self.prompt.outline is None:
+            return self.common_tokens
+        return len(self.previous.distinctive_digests & self.prompt.distinctive_digests)
 
 
 class PromptHistory:
@@ -148,33 +189,17 @@ class PromptHistory:
         else:
             opening_keys = [] if prompt.opening_key is None else [prompt.opening_key]
             candidates = self._find_by_keys([*opening_keys, *reversed(prompt.chunk_keys)])
-        for candidate in candidates:
-            common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
-            is_prefix = common_tokens == len(candidate.token_ids)
-            if is_prefix and candidate.route.scope == prompt.route.scope:
-                return PromptMatch(candidate, common_tokens)
-        return None
+        matches = (self._match(candidate, prompt) for candidate in candidates)
+        return next((match for match in matches if match.is_continuation and match.scope_difference is None), None)
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
         """Return the stored prompt of a conversation that has most in common with its new prompt, or None."""
-        candidates = self._find_similar_candidates(prompt)
-        message_digests = set[int]()
-        if candidates and prompt.outline is not None:
-            message_digests.update(_list_message_digests(prompt.outline, prompt.session))
-        best_match, best_score = None, (-1, -1)
-        for candidate in candidates:
-            common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
-            similarity = _measure_similarity(candidate, prompt, message_digests, common_tokens)
-            if similarity is None or (similarity, common_tokens) <= best_score:
-                continue
-            best_score = (similarity, common_tokens)
-            best_match = PromptMatch(
-                candidate,
-                common_tokens,
-                is_same_session=candidate.session == prompt.session,
-                scope_difference=_find_scope_difference(candidate.route.scope, prompt.route.scope),
-            )
-        return best_match
+        matches = [self._match(candidate, prompt) for candidate in self._find_similar_candidates(prompt)]
+        conversation_matches = [match for match in matches if match.is_same_conversation]
+        return max(conversation_matches, key=lambda match: (match.similarity, match.common_tokens), default=None)
+
+    def _match(self, previous: AnalyzedPrompt, prompt: AnalyzedPrompt) -> PromptMatch:
+        return PromptMatch(previous, prompt, self._count_common_tokens(previous.token_ids, prompt.token_ids))
 
     def _find_similar_candidates(self, prompt: AnalyzedPrompt) -> list[AnalyzedPrompt]:
         """Return the prompts of a session, or else of its parent session; without a name, those that begin alike."""
@@ -242,43 +267,3 @@ class PromptHistory:
         assert {prompt for branches in self._prompts_by_session.values() for prompt in branches} == named_prompts
         assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._prompts_by_session.values())
         assert set(self._prompt_by_key.values()) <= self._prompts.keys()
-
-
-def _measure_similarity(
-    previous: AnalyzedPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
-) -> int | None:
-    """Return how similar a stored prompt is to a new one; None if they are not of the same conversation.
-
-    For chats this is the number of common messages, and for other prompts `common_tokens`, with which both begin. An
-    agent's request for a title or a summary is not part of the conversation, though it has the session's name.
-    `message_digests`: digests of the new prompt's messages.
-    """
-    if prompt.outline is None or previous.outline is None:
-        shorter_prompt_tokens = min(len(previous.token_ids), len(prompt.token_ids))
-        begins_alike = common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
-        return common_tokens if begins_alike or previous.session is not None else None
-    if is_side_request(previous.outline, prompt.outline):
-        return None
-    previous_digests = _list_message_digests(previous.outline, previous.session)
-    common_message_count = len(message_digests.intersection(previous_digests))
-    return common_message_count or None
-
-
-def _list_message_digests(outline: Outline, session: str | None) -> Sequence[int]:
-    """Return the content digests of the messages by which conversations are told apart.
-
-    In a session without a name these are not those of system prompts, which many conversations share.
-    """
-    messages = unpack_fingerprints(outline)
-    if session is not None:
-        return messages.content_digests
-    return [digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM]
-
-
-def _find_scope_difference(old: Scope, new: Scope) -> str | None:
-    """Return the first field in which two scopes differ: model, lora or salt; None if these are equal."""
-    if old.model != new.model:
-        return "model"
-    if old.lora != new.lora:
-        return "lora"
-    return "salt" if old.salt != new.salt else None
