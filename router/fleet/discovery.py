@@ -321,17 +321,12 @@ class Prober:
         sizes: EngineSizes,
         engine_ids: tuple[str, ...],
     ) -> WorkerSpec:
-        """Return the description of a worker that routing uses. Values of the operator replace those of the worker."""
+        """Return the description of a worker that routing uses: what its operator has set, else what it reports."""
         block_size = flag.block_size
-        if sources and block_size is None:
+        if sources and block_size is None:  # an estimated cache has blocks of the router's own size
             block_size = sources[0].block_size or sizes.block_size
         transfer = make_transfer_facts(flag, served.models, sources, block_size, engine_ids)
-        if not flag.url or transfer.dialect not in self._kv_dialects:
-            transfer = NO_TRANSFERS
-        is_own_engine = served.engine == BLOCKCAST  # only its host tier caches prefixes; vLLM reports swap space there
-        is_shortest_first = flag.is_shortest_first
-        if is_shortest_first is None:
-            is_shortest_first = is_own_engine and sizes.is_shortest_first
+        can_transfer = bool(flag.url) and transfer.dialect in self._kv_dialects
         return WorkerSpec(
             worker_id=flag.worker_id,
             url=flag.url,
@@ -341,12 +336,12 @@ class Prober:
             engine=served.engine,
             cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
             cache_tokens=flag.cache_tokens or sizes.cache_tokens,
-            host_tokens=sizes.host_tokens if is_own_engine else None,
+            host_tokens=sizes.host_tokens,
             max_num_seqs=flag.max_num_seqs or sizes.max_num_seqs,
             step_tokens=sizes.step_tokens,
             block_size=block_size,
-            is_shortest_first=is_shortest_first,
-            transfer=transfer,
+            is_shortest_first=sizes.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
+            transfer=transfer if can_transfer else NO_TRANSFERS,
         )
 
     async def fetch_models(self, flag: WorkerFlag) -> ModelList:
@@ -442,6 +437,8 @@ class Prober:
     async def _find_sizes(self, flag: WorkerFlag, engine: str, metrics: str) -> EngineSizes:
         """Return the sizes that a worker's metrics tell, or else, of SGLang, its `/server_info`."""
         sizes = read_engine_sizes(metrics, reserved_blocks=int(engine == VLLM))  # vLLM keeps a block of each rank
+        if engine != BLOCKCAST:  # others cache no prefixes in host memory; vLLM reports its swap space there
+            sizes = sizes._replace(host_tokens=None, is_shortest_first=False)
         if sizes.cache_tokens or engine in (VLLM, BLOCKCAST):
             return sizes
         try:
