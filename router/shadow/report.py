@@ -28,6 +28,12 @@ METHOD_NOTE = (
     "other requests arrive at their recorded times. The last column of the first table shows how far the simulation "
     "of today is from what was measured. If it is far off, do not trust the other columns.</p></html>"
 )
+TOTALS = (
+    ("prompt tokens computed", "computed_tokens", ""),
+    ("waiting for first tokens", "ttft_s", " s"),
+    ("requests in flight", "seconds", " s"),
+)
+"""Rows of the table of savings: title, field of ReplayTotals, and unit."""
 WIDTH, HEIGHT, LEFT_MARGIN, MARGIN = 640, 180, 40, 20
 """Size of the plot and its margins, in units of its SVG picture."""
 COLOURS = ("#888", "#b3261e", "#1b7f4d")
@@ -119,22 +125,15 @@ def _render_unplaced(report: ShadowReport) -> str:
 
 
 def _render_savings(report: ShadowReport) -> str:
-    """Render the HTML table of what `router run` would save, or the reason why there is none."""
+    """Render how many requests were compared and what `router run` would save, or why nothing was compared."""
     comparison = report.comparison
     if comparison is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
-    rows = [
-        _make_savings_row(comparison, "prompt tokens computed", "computed_tokens", ""),
-        _make_savings_row(comparison, "waiting for first tokens", "ttft_s", " s"),
-        _make_savings_row(comparison, "requests in flight", "seconds", " s"),
-    ]
-    kind = "simulated" if comparison.measured_totals is None else "measured"
-    head = ("", f"today, {kind}", "with router run", "saved", "share of today", "error of the simulation of today")
     return (
         f"<h2>What switching gives</h2><p>{comparison.request_count:,} requests of {comparison.prompt_tokens:,} prompt "
         f"tokens, after {comparison.warm_up_request_count:,} that only filled the caches. "
         f"{comparison.waiting_request_count:,} requests waited for the end of another one, and do so with router run "
-        f"too.</p>{_render_doubts(report, comparison)}{_render_table(head, rows)}"
+        f"too.</p>{_render_doubts(report, comparison)}{_render_savings_table(comparison)}"
     )
 
 
@@ -154,18 +153,20 @@ def _render_doubts(report: ShadowReport, comparison: Comparison) -> str:
     return "".join(f"<p class=warn>{doubt} The savings are no estimate of yours.</p>" for doubt in doubts)
 
 
-def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str) -> tuple[str, ...]:
-    """Return the cells of one total, which is `field` of `ReplayTotals`; dashes if it is unknown."""
-    today = getattr(comparison.measured_totals or comparison.simulated_present, field)
-    if today is None:
-        return (title, "-", "-", "-", "-", "-")
-    saved = getattr(comparison.saved, field)
-    share = error = "-"
-    if today > 0:
-        share = f"{saved / today:+.0%}"
-        if comparison.measured_totals is not None:
-            error = f"{getattr(comparison.simulated_present, field) / today - 1:+.1%}"
-    return (title, f"{today:,.0f}{unit}", f"{today - saved:,.0f}{unit}", f"{saved:,.0f}{unit}", share, error)
+def _render_savings_table(comparison: Comparison) -> str:
+    """Render the totals of today, measured if possible, beside those of `router run`; dashes if one is unknown."""
+    measured, simulated = comparison.measured_totals, comparison.simulated_present
+    kind = "simulated" if measured is None else "measured"
+    head = ("", f"today, {kind}", "with router run", "saved", "share of today", "error of the simulation of today")
+    rows = []
+    for title, field, unit in TOTALS:
+        today, saved = getattr(measured or simulated, field), getattr(comparison.saved, field)
+        cells = ["-"] * 3 if today is None else [f"{total:,.0f}{unit}" for total in (today, today - saved, saved)]
+        has_share = today is not None and today > 0
+        share = f"{saved / today:+.0%}" if has_share else "-"
+        error = f"{getattr(simulated, field) / today - 1:+.1%}" if has_share and measured is not None else "-"
+        rows.append((title, *cells, share, error))
+    return _render_table(head, rows)
 
 
 def _render_losses(report: ShadowReport) -> str:
@@ -189,9 +190,8 @@ def _render_plots(report: ShadowReport) -> str:
     """Render the curves of times to first token, if there are some."""
     if report.comparison is None or not report.comparison.ttft_percentiles_by_curve:
         return ""
-    curves = _render_quantile_curves(report.comparison.ttft_percentiles_by_curve)
     head = "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
-    return head + curves
+    return head + _render_quantile_curves(report.comparison.ttft_percentiles_by_curve)
 
 
 def _render_workers(report: ShadowReport) -> str:
