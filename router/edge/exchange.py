@@ -114,7 +114,7 @@ class Exchange:
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:
             self._start_attempt(decision)  # otherwise the chosen worker has the request already
-        elif prefill.needs_partner:  # SGLang: its prefill ends when the KV has moved, so nothing is left to do
+        elif prefill.needs_partner and prefill.is_decode_sent:  # SGLang: the KV has moved, so nothing is left to do
             prefill.close()
             self._prefill = None
 

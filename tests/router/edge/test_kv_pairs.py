@@ -21,6 +21,7 @@ from router.edge.exchange import Exchange
 from router.edge.request_context import RequestContext
 from router.edge.transfers.dialects import DIALECTS
 from router.edge.transfers.prefill_leg import PrefillLeg
+from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
 
 SGLANG = TransferFacts("g", KINDS_BY_DIALECT["sglang"], dialect="sglang", address="127.0.0.1:8998", needs_partner=True)
 P2P = TransferFacts("g", KINDS_BY_DIALECT["p2p"], dialect="p2p", address="127.0.0.1:5711")
@@ -427,6 +428,32 @@ def test_nothing_in_the_prefills_answer_matters(edge: Any, make_post: Any, diale
         assert read_text(await edge.exchange(post_body(make_post, PROMPT))) == text_for(PROMPT)
         assert (workers.transfers, workers.faults, +workers.waiting) == (1, [], {})
         assert count_outcomes(edge) == {"started": 1}
+
+    edge.run(scenario())
+
+
+def test_a_decode_that_connects_after_the_prefills_answer_gets_its_fields(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may take longer to open than a short prompt takes to compute."""
+    connect = UpstreamPool.connect
+
+    async def connect_late(pool: UpstreamPool, connection: UpstreamConnection) -> None:
+        decode_urls = [edge.core.workers[name].spec.url for name in "de"]
+        (exchange,) = edge.proxy.exchanges.values()
+        while connection.target in map(Endpoint.parse, decode_urls) and exchange.context.prefill.ended_at_s is None:
+            await asyncio.sleep(0)
+        await connect(pool, connection)
+
+    async def scenario() -> None:
+        _, upstreams = await start_pairs(edge, "sglang")
+        for name, upstream in upstreams.items():
+            upstream.script = edge.reply(name.encode())
+        monkeypatch.setattr(UpstreamPool, "connect", connect_late)
+        await edge.exchange(post_body(make_post, PROMPT))
+        (decode,) = upstreams["d"].received + upstreams["e"].received
+        (prefill,) = upstreams["p"].received + upstreams["q"].received
+        assert json.loads(decode.body)["bootstrap_room"] == json.loads(prefill.body)["bootstrap_room"]
 
     edge.run(scenario())
 
