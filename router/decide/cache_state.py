@@ -24,6 +24,7 @@ from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import InFlightRequest, PromptQuery, Target
+from router.decide.transfers.plans import can_prefill
 from router.decide.workers import CacheView, WorkerSpec
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex
 
@@ -127,38 +128,43 @@ class CacheState:
         return PromptQuery(self._index, prepared_ids, request.scope, request.prompt_tokens)
 
     def make_shortlist(
-        self, targets: list[Target], prompt: PromptQuery | None, order: LoadOrder | None
-    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
-        """Return the targets that may win, and their cached prefixes of the prompt if those were looked up.
+        self, targets: list[Target], prompt: PromptQuery | None, order: LoadOrder | None, sources: Sequence[Target]
+    ) -> tuple[list[Target], dict[HolderId, Match]]:
+        """Return the targets that may win, and the cached prefixes of the prompt there and at `sources` of KV.
 
         In a pool of less than 33 targets all may win, and `order` is None. In a larger one, a target is left out where
         RIVALS_MIN others have less load and a prefix at least as long. All may win too if some target has an
         approximate cache, which the index does not know.
         """
         if order is None or (prompt is not None and self._approximate_caches):
-            return targets, None
+            return targets, self.match(prompt)
         least_loaded = order.holders[:RIVALS_MIN]
         if prompt is None:
-            return [order.targets[holder] for holder in least_loaded], None
+            return [order.targets[holder] for holder in least_loaded], {}
         index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
         matches = {match.holder: match for match in index_matches}
-        return [order.targets[holder] for holder in dict.fromkeys([*least_loaded, *matches])], matches
+        shortlist = [order.targets[holder] for holder in dict.fromkeys([*least_loaded, *matches])]
+        # These are the longest prefixes in the pool. A source outside of it, or one that computes the prompt and is
+        # chosen by its load, may have a shorter one.
+        if any(can_prefill(source) or source.holder not in order.targets for source in sources):
+            matches = self.match(prompt)
+        return shortlist, matches
 
-    def match(self, prompt: PromptQuery) -> dict[HolderId, Match]:
-        """Return what each holder in the index matches of a prompt."""
+    def match(self, prompt: PromptQuery | None) -> dict[HolderId, Match]:
+        """Return what each holder in the index matches of a prompt; nothing if the prompt was not tokenised."""
+        if prompt is None:
+            return {}
         return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
 
     def find_cache_hits(
-        self, prompt: PromptQuery, targets: Sequence[Target], matches: dict[HolderId, Match] | None, now: float
+        self, prompt: PromptQuery, targets: Sequence[Target], matches: dict[HolderId, Match], now: float
     ) -> list[Candidate]:
         """Return a candidate for each target, with the length of the prompt's prefix that is cached there.
 
         `resident_tokens` are cached now, by the worker's events. `cached_tokens` also has what requests in flight will
         have computed. For a worker without events, one estimate serves as both. `matches`: what the prefix index finds
-        of the prompt at each target; None: look it up.
+        of the prompt at each target.
         """
-        if matches is None:
-            matches = self.match(prompt)
         approximate_caches = self._approximate_caches
         keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
         candidates = []

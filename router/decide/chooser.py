@@ -164,43 +164,35 @@ class Chooser:
         `queued_ahead_s`: the part of it that will be sent before this request, by target.
         """
         # Which targets may win, and from which others they could get KV.
-        utilisation_decay = self._tracker.compute_utilisation_decay(now)
         prompt = self._cache_state.prepare_query(request)
-        load_order: LoadOrder | None = None
-        has_special_price = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
-        if self._chooses_by_price and not has_special_price:
-            load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
-        shortlist, matches = self._cache_state.make_shortlist(targets, prompt, load_order)
+        output_tokens = self._output_lengths.estimate_length(request)
+        decay = self._tracker.compute_utilisation_decay(now)
+        facts = RequestFacts(now, request.prompt_tokens, output_tokens, decay)
+        load_order: LoadOrder | None = None  # of a large pool; it accounts for neither media nor the router's queue
+        has_media_or_queue = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
+        if self._chooses_by_price and not has_media_or_queue:
+            load_order = self._registry.get_load_order(request, targets, decay, now)
         sources = self._find_sources(request, excluded_sources)
-        can_move_prefill = any(map(can_prefill, sources))
-        best_sources: list[Target] = []
-        if sources and prompt is not None:
-            # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
-            has_best_sources = not can_move_prefill and _has_best_sources(load_order, sources)
-            if matches is None or not has_best_sources:
-                matches = self._cache_state.match(prompt)
-            best_sources = find_best_sources(sources, matches)
+        shortlist, matches = self._cache_state.make_shortlist(targets, prompt, load_order, sources)
+        best_sources = find_best_sources(sources, matches)
 
         # The prices, and the winner.
-        output_tokens = self._output_lengths.estimate_length(request)
-        facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay)
-        facts.can_move_prefill = can_move_prefill
+        facts.can_move_prefill = any(map(can_prefill, sources))
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
-        shortest_wait_s, config = find_shortest_wait_s(shortlist, now), self._cost_config
-        facts.congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, config)
+        shortest_wait_s = find_shortest_wait_s(shortlist, now)
+        facts.congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, decay, self._cost_config)
         if prompt is not None:
-            self._add_shared_prefix(facts, prompt, shortlist)
-        if best_sources and matches is not None:
-            self._reduce_copy_reuse(facts, best_sources[0], matches)
+            self._add_shared_prefix(facts, prompt, shortlist, best_sources)
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
-        plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
+        plans = self._plan_transfers(choice, sources, best_sources, matches) if sources else []
         self._add_plans(choice, plans)
         choice.winner = self._pick_winner(choice)
         if not explain or shortlist is targets:
             return choice
 
         # The same choice, with the prices of the targets that are not on the shortlist.
-        explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
+        all_matches = self._cache_state.match(prompt)
+        explained_choice = self._price_targets(request, facts, prompt, targets, all_matches, queued_ahead_s)
         self._add_plans(explained_choice, plans)
         explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
         return explained_choice
@@ -216,15 +208,19 @@ class Chooser:
         return self._registry.find_sources(request, excluded_sources)
 
     def _plan_transfers(
-        self, choice: RoutingChoice, sources: list[Target], best_sources: list[Target], matches: dict[HolderId, Match]
+        self,
+        choice: RoutingChoice,
+        sources: list[Target],
+        best_sources: dict[Target, int],
+        matches: dict[HolderId, Match],
     ) -> list[Candidate]:
         """Return the ways to serve a request in which one target sends KV to another one that answers.
 
-        Either the answering target pulls a cached prefix from one of `best_sources`, which have the longest. Or one of
-        `sources` computes the whole prompt first. `matches`: cached prefixes of the prompt by the prefix index.
+        Either the answering target pulls a cached prefix from one of `best_sources`, each with the length of its own.
+        Or one of `sources` computes the whole prompt first. `matches`: cached prefixes by the prefix index.
         """
         planner = self._make_planner(choice)
-        plans = planner.plan_pulls(choice.candidates, best_sources, matches)
+        plans = planner.plan_pulls(choice.candidates, best_sources)
         if choice.request_facts.can_move_prefill:
             least_busy = find_least_busy(sources, choice.request_facts.now)
             prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
@@ -291,20 +287,22 @@ class Chooser:
             if may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PREFILL)
         ]
 
-    def _add_shared_prefix(self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target]) -> None:
-        """Set how long a prefix running requests share with the prompt, and how much later requests will use a copy."""
+    def _add_shared_prefix(
+        self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target], best_sources: dict[Target, int]
+    ) -> None:
+        """Set how long a prefix running requests share with the prompt, and how much later requests will use a copy.
+
+        Later requests that can pull the prefix from the best source would save only the time of that pull by the copy.
+        """
         total_step_s = 0.0
         for target in targets:
             total_step_s += target.step_s
         answer_s = facts.output_tokens * (total_step_s / len(targets))
         facts.shared_tokens, facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(prompt, answer_s)
-
-    def _reduce_copy_reuse(self, facts: RequestFacts, best_source: Target, matches: dict[HolderId, Match]) -> None:
-        """Count less of a copy as reused: later requests that can pull the prefix elsewhere save only the pull."""
-        cached_tokens = matches[best_source.holder].tokens
-        facts.copy_reuse_share *= compute_pull_share(
-            facts.shared_tokens, cached_tokens, best_source, self._links, facts.now
-        )
+        if best_sources:
+            source, cached_tokens = next(iter(best_sources.items()))
+            shared_tokens = facts.shared_tokens
+            facts.copy_reuse_share *= compute_pull_share(shared_tokens, cached_tokens, source, self._links, facts.now)
 
     def _price_targets(
         self,
@@ -312,13 +310,13 @@ class Chooser:
         facts: RequestFacts,
         prompt: PromptQuery | None,
         targets: list[Target],
-        matches: dict[HolderId, Match] | None,
+        matches: dict[HolderId, Match],
         queued_ahead_s: Mapping[str, float] | None,
     ) -> RoutingChoice:
         """Return the priced targets of a request, each serving it without KV from others; the caller picks the winner.
 
-        `matches`: cached prefixes of the prompt by the prefix index; None: look them up. `queued_ahead_s`: prefill
-        seconds by target that the router's queue will send before this request.
+        `matches`: cached prefixes of the prompt by the prefix index. `queued_ahead_s`: prefill seconds by target that
+        the router's queue will send before this request.
         """
         if prompt is None:
             candidates = [Candidate(target) for target in targets]
@@ -425,8 +423,3 @@ def _has_unmeasured_idle_target(targets: Sequence[Target]) -> bool:
         return False
     has_answered = any(target.load.last_request_end_s > -math.inf for target in targets)
     return not has_answered and not all(target.prefill_queue.requests for target in targets)
-
-
-def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
-    """Return whether all sources are in a pool, whose longest cached prefixes were looked up for the shortlist."""
-    return load_order is not None and all(source.holder in load_order.targets for source in sources)

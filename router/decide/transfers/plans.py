@@ -22,13 +22,13 @@ SHORTLIST_MAX: Final = 4
 """Targets of one request that are looked at as sources, and as destinations."""
 
 
-def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> list[Target]:
-    """Return the targets with the longest cached prefix, the best first."""
-    return heapq.nlargest(
-        SHORTLIST_MAX,
-        (target for target in sources if target.holder in matches),
-        key=lambda target: (matches[target.holder].tokens, -target.load.outgoing_transfers),
+def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> dict[Target, int]:
+    """Return the targets with the longest cached prefixes, the best first, each with the tokens of its prefix."""
+    cached_tokens = {target: matches[target.holder].tokens for target in sources if target.holder in matches}
+    best_sources = heapq.nlargest(
+        SHORTLIST_MAX, cached_tokens, key=lambda target: (cached_tokens[target], -target.load.outgoing_transfers)
     )
+    return {target: cached_tokens[target] for target in best_sources}
 
 
 def can_prefill(target: Target) -> bool:
@@ -66,15 +66,16 @@ class TransferPlanner:
     def __init__(self, links: TransferLinks, prompt_tokens: int, now: float) -> None:
         self._links, self._prompt_tokens, self._now = links, prompt_tokens, now
 
-    def plan_pulls(
-        self, candidates: Sequence[Candidate], sources: Sequence[Target], matches: Mapping[HolderId, Match]
-    ) -> list[Candidate]:
-        """Return the plans in which a target pulls blocks that another one has cached. `sources`: the best first."""
-        longest_tokens = max((matches[source.holder].tokens for source in sources), default=0)
+    def plan_pulls(self, candidates: Sequence[Candidate], sources: Mapping[Target, int]) -> list[Candidate]:
+        """Return the plans in which a target pulls blocks that another one, a source, has cached.
+
+        `sources`: the best first, each with the number of prompt tokens that it has cached.
+        """
+        longest_tokens = max(sources.values(), default=0)
         shorter_candidates = [candidate for candidate in candidates if candidate.cached_tokens < longest_tokens]
         plans: list[Candidate] = []
         for destination in self._find_destinations(shorter_candidates):
-            pulls = (self._plan_pull(destination, source, matches[source.holder].tokens) for source in sources)
+            pulls = (self._plan_pull(destination, source, tokens) for source, tokens in sources.items())
             plans += islice(filter(None, pulls), SOURCES_MAX)
         return plans
 
