@@ -18,7 +18,6 @@ import msgspec
 
 from options.bounded_dict import BoundedDict
 from router.decide.config import CoreConfig
-from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import RouteRequest
 from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
@@ -75,22 +74,8 @@ class CacheState:
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
-        """Add a target, or update its capacities from a new description of its worker.
-
-        A target is one data-parallel rank of a worker, and has an equal part of the worker's memory.
-        """
-        capacity, queue = target.capacity, target.prefill_queue
-        capacity.kv_tokens = capacity.observed_kv_tokens
-        if spec.cache_tokens is not None:
-            capacity.kv_tokens = spec.cache_tokens // spec.ranks
-        capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
-        capacity.max_num_seqs = spec.max_num_seqs or MAX_NUM_SEQS_PRIOR
-        target.set_step_tokens(spec.step_tokens)
-        target.recompute_decode_load()
-        if queue.is_shortest_first is not spec.is_shortest_first:
-            queue.is_shortest_first = spec.is_shortest_first
-            target.recompute_queue()
-        if spec.cache_view is CacheView.APPROXIMATE:  # the worker sends no events about its cache
+        """Add a target, or update the capacity of its approximate cache, if its worker sends no events."""
+        if spec.cache_view is CacheView.APPROXIMATE:
             approximate_cache = self._approximate_caches.setdefault(target.name, ApproximateCache(0))
             approximate_cache.set_capacity((spec.cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 

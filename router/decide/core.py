@@ -174,7 +174,7 @@ class RouterCore:
         for target in self.registry.get_targets(worker_id)[rank : rank + 1]:
             if target.capacity.observed_kv_tokens != capacity_tokens:
                 target.capacity.observed_kv_tokens = capacity_tokens
-                self.cache_state.add_target(target, self.workers[worker_id].spec)
+                target.apply_worker_spec(self.workers[worker_id].spec)
                 self.registry.apply_worker_changes()
 
     def resolve_model(self, name: str) -> ServedModel | None:

@@ -98,8 +98,7 @@ class WorkerRegistry:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
-            target.transfer_facts = spec.transfer
-            target.can_prefill_for_others = not spec.roles or PREFILL_ROLE in spec.roles
+            target.apply_worker_spec(spec)
             self._cache_state.add_target(target, spec)
         self.apply_worker_changes()
         return worker

@@ -2,7 +2,7 @@
 
 The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
 (router/decide/speed/). `PrefillQueue` has the prompts that are to be computed. The tracker counts requests, the cache
-state sets capacities and shared tokens. `recompute` brings derived values (slowdown, Q) up to date.
+state counts shared tokens. `recompute` brings derived values (slowdown, Q) up to date.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from router.decide.load import (
+    MAX_NUM_SEQS_PRIOR,
     NO_PEER_LOAD,
     Capacity,
     EngineLoad,
@@ -25,7 +26,7 @@ from router.decide.load import (
     RoutedTotals,
 )
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
-from router.decide.workers import NO_TRANSFERS
+from router.decide.workers import NO_TRANSFERS, PREFILL_ROLE, WorkerSpec
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
 from simulation.steps import StepTimes
 
@@ -327,6 +328,20 @@ class Target:
         """Time that one more request would wait for a free sequence slot."""
         self.free_kv_tokens = math.inf
         """Tokens of the KV cache that no running request holds."""
+        self.recompute()
+
+    def apply_worker_spec(self, spec: WorkerSpec) -> None:
+        """Set capacities and abilities from a description of the worker. Each rank has an equal part of the memory."""
+        self.transfer_facts = spec.transfer
+        self.can_prefill_for_others = not spec.roles or PREFILL_ROLE in spec.roles
+        capacity = self.capacity
+        capacity.kv_tokens = capacity.observed_kv_tokens
+        if spec.cache_tokens is not None:
+            capacity.kv_tokens = spec.cache_tokens // spec.ranks
+        capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
+        capacity.max_num_seqs = spec.max_num_seqs or MAX_NUM_SEQS_PRIOR
+        self.prefill_queue.is_shortest_first = spec.is_shortest_first
+        self.set_step_tokens(spec.step_tokens)
         self.recompute()
 
     def set_step_times(self, step_times: StepTimes) -> None:
