@@ -36,7 +36,7 @@ from router.decide.messages import (
 from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
-from router.decide.target import PromptQuery, Target
+from router.decide.target import PromptQuery
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
@@ -572,17 +572,12 @@ class RouterCore:
 
     def check_invariants(self) -> None:
         """Assert that all parts agree on what is queued and in flight; tests call it after every stimulus."""
-        attempts, background_counts = self.get_attempts().values(), Counter[Target]()
-        in_flight = [request for attempt in attempts for request in attempt.list_in_flight()]
+        in_flight = [request for attempt in self.get_attempts().values() for request in attempt.list_in_flight()]
         self.tracker.check_invariants(in_flight)
         self._placer.queue.check_invariants()
         for request_id, active_request in self._active_requests.items():
             is_queued, attempt = request_id in self._placer.queue.requests, active_request.attempt
             assert is_queued == (attempt is None), f"{request_id}: {is_queued=}, {attempt}"
-            if attempt is not None and active_request.is_background:
-                background_counts[attempt.in_flight.target] += 1
-        for target in self.tracker.targets.values():
-            assert target.load.background_request_count == background_counts[target]
         self.cache_state.check_invariants(in_flight)
 
 

@@ -338,20 +338,17 @@ class RequestPlacer:
 
     def _add_load(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> InFlightRequest:
         """Count a request in the load of the chosen worker."""
-        request, winner = active_request.request, choice.winner
-        target, plan = winner.target, winner.plan
-        in_flight = self._tracker.add_request(
-            target,
+        request, winner, plan = active_request.request, choice.winner, choice.winner.plan
+        return self._tracker.add_request(
+            winner.target,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=winner.cached_tokens if plan is None else max(winner.cached_tokens, plan.arriving_tokens),
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
             candidate=winner,
+            is_background=active_request.is_background,
         )
-        target.load.background_request_count += active_request.is_background
-        target.totals.request_count += 1
-        return in_flight
 
     def _add_prompt(self, in_flight: InFlightRequest, choice: RoutingChoice, now: float) -> None:
         """Count the prompt of an attempt, if it was read, as cached at its target: at once, or when its KV has come."""
@@ -384,7 +381,6 @@ class RequestPlacer:
         attempt.prefill_leg = in_flight
         if prompt_query is not None:
             self._cache_state.add_request(in_flight, prompt_query, now)
-        source.totals.request_count += 1
 
     def _start_transfer(self, attempt: Attempt, now: float) -> None:
         """Count the transfer of an attempt's KV from now on."""
@@ -454,8 +450,6 @@ class RequestPlacer:
         self._tracker.end_request(
             in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens
         )
-        if active_request.is_background:
-            in_flight.target.load.background_request_count -= 1
         ended_session = request.session if request.is_final else None
         self._cache_state.end_request(in_flight, now, is_computed=is_computed, ended_session=ended_session)
         worker = self._registry.workers.get(attempt.decision.worker)

@@ -96,6 +96,8 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
     source: Target | None = None
     """Target that sends KV of the prompt; None: no KV comes from elsewhere."""
+    is_background: bool = False
+    """Whether its priority is so low that it waits in the router until a worker is idle."""
     on_arrival: Callable[[InFlightRequest], None] | None = None
     """Called with the request when the KV has come, or is no longer expected, unless the target was removed."""
     prefill_done_s: float = 0.0

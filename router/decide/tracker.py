@@ -137,6 +137,7 @@ class LoadTracker:
         now: float,
         expected_output_tokens: float = 0.0,
         candidate: Candidate | None = None,
+        is_background: bool = False,
     ) -> InFlightRequest:
         """Count a request that is sent to `target`. Pass the returned object to the methods that report its progress.
 
@@ -158,6 +159,7 @@ class LoadTracker:
             sent_at_s=now,
             prefill_s=target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
             source=plan.source if plan else None,
+            is_background=is_background,
         )
         if not is_streaming:
             self._estimated_first_tokens.add(now + _predict_ttft_s(request, candidate, now), request)
@@ -168,6 +170,8 @@ class LoadTracker:
         else:
             request.phase = RequestPhase.SOURCE_PREFILL
         load.request_count += 1
+        load.background_request_count += is_background
+        target.totals.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
         load.remaining_output_tokens += expected_output_tokens
         target.recompute()
@@ -226,6 +230,7 @@ class LoadTracker:
 
         load.last_request_end_s = now
         load.request_count -= 1
+        load.background_request_count -= request.is_background
         load.remaining_output_tokens -= request.expected_output_tokens
         if not load.request_count:
             load.remaining_output_tokens = 0.0  # exactly, so that rounding never accumulates
@@ -638,6 +643,8 @@ def _check_counts(target: Target, requests: Collection[InFlightRequest]) -> None
     assert not has_ended, f"{name}: a request that has ended is in flight"
     assert load.request_count == len(requests), f"{name}: {load.request_count} requests, {len(requests)} known"
     assert load.decode_request_count == len(decoding_requests), f"{name}: decode count"
+    background_count = sum(request.is_background for request in requests)
+    assert load.background_request_count == background_count, f"{name}: background requests"
     context_tokens = sum(request.context_tokens for request in decoding_requests)
     assert load.decode_context_tokens == context_tokens, f"{name}: context"
     pending_tokens = sum(request.prompt_tokens for request in requests if request.has_no_first_token)
