@@ -419,48 +419,31 @@ class LoadTracker:
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
         """Measure how long a target takes for prefill, at the first token of a streamed answer.
 
-        A prefill interval is the time in which a prompt, or several, were computed. The first token of a prompt ends
-        its interval or extends the open one. An interval is not used if the target also did work of unknown size:
-        another router's prompts, or prompts with KV from another worker.
+        A prefill interval is the time in which a prompt, or several, were computed. First tokens that arrive together
+        end the same engine step, so their prompts share an interval. A later one belongs to it, too, if its prompt was
+        next and may have begun in the interval's last step. An interval is not used if the target also did work of
+        unknown size: another router's prompts, or prompts with KV from another worker.
         """
         if not request.is_streaming:
             return
-        target, load = request.target, request.target.load
+        target, load, speed = request.target, request.target.load, request.target.speed
         is_in_turn = target.prefill_queue.record_first_token(request)
         oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
-        interval = self._continue_interval(request, oldest_since_s, now, is_in_turn=is_in_turn)
+        interval = speed.open_prefill_interval
+        if interval is not None and now - interval.end_s > _SAME_STEP_S:
+            if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, speed.step_tokens):
+                interval.add_step(load.decode_request_count, load.decode_context_tokens)
+            else:
+                self.close_interval(target)
+                interval = None
         if interval is None:
-            interval = PrefillInterval.begin(
+            interval = speed.open_prefill_interval = PrefillInterval.begin(
                 request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
             )
             interval.is_usable = is_in_turn
-            target.speed.open_prefill_interval = interval
-        has_unknown_work = target.peer_load.prefill_s > 0.0 or bool(target.external_load)
-        if has_unknown_work or request.source is not None:
+        if target.peer_load.prefill_s > 0.0 or target.external_load or request.source is not None:
             interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
-
-    def _continue_interval(
-        self, request: InFlightRequest, oldest_since_s: float, now: float, *, is_in_turn: bool
-    ) -> PrefillInterval | None:
-        """Return the open prefill interval of a target if a new first token belongs to it; else close it, return None.
-
-        First tokens that arrive together end the same engine step, so their prompts share an interval. A later one
-        belongs to it, too, if its prompt was next (`is_in_turn`) and may have begun in the interval's last step.
-        `oldest_since_s`: when the prompts before it had been computed.
-        """
-        target, load = request.target, request.target.load
-        interval = target.speed.open_prefill_interval
-        if interval is None:
-            return None
-        has_same_step = now - interval.end_s <= _SAME_STEP_S
-        if has_same_step:
-            return interval
-        if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
-            interval.add_step(load.decode_request_count, load.decode_context_tokens)
-            return interval
-        self.close_interval(target)
-        return None
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
         """Learn the time of decode steps from a complete answer, and return the answer's length in tokens.
