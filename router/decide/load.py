@@ -1,6 +1,7 @@
 """Parts of a target's state: its capacity, the load that this router sent it, and the load of others.
 
-Plain values, which the tracker and the cache state change. `Target` (router/decide/target.py) derives from them what the price reads.
+Plain values, which the tracker and the cache state change. `Target` (router/decide/target.py) derives from them what
+the price reads.
 """
 
 from __future__ import annotations
