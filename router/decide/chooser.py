@@ -187,12 +187,12 @@ class Chooser:
         plans = self._plan_transfers(choice, sources, best_sources, matches) if sources else []
         self._add_plans(choice, plans)
         choice.winner = self._pick_winner(choice)
-        if not explain or shortlist is targets:
-            return choice
+        return self._explain(choice, targets, plans) if explain and shortlist is not targets else choice
 
-        # The same choice, with the prices of the targets that are not on the shortlist.
-        all_matches = self._cache_state.match(prompt)
-        explained_choice = self._price_targets(request, facts, prompt, targets, all_matches, queued_ahead_s)
+    def _explain(self, choice: RoutingChoice, targets: list[Target], plans: list[Candidate]) -> RoutingChoice:
+        """Return the same choice, with the prices also of the targets that are not on the shortlist."""
+        prompt, matches = choice.prompt_query, self._cache_state.match(choice.prompt_query)
+        explained_choice = self._price_targets(choice.request, choice.request_facts, prompt, targets, matches)
         self._add_plans(explained_choice, plans)
         explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
         return explained_choice
@@ -311,7 +311,7 @@ class Chooser:
         prompt: PromptQuery | None,
         targets: list[Target],
         matches: dict[HolderId, Match],
-        queued_ahead_s: Mapping[str, float] | None,
+        queued_ahead_s: Mapping[str, float] | None = None,
     ) -> RoutingChoice:
         """Return the priced targets of a request, each serving it without KV from others; the caller picks the winner.
 
