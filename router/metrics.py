@@ -18,8 +18,11 @@ log = logging.getLogger("router")
 
 CRASH_LOG_S = 10.0
 """Least time between two log lines about one kind of crash at one place. So clients cannot fill the disk with them."""
-TransferOutcome = Literal["started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late"]
+TransferOutcome = Literal[
+    "started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late", "local"
+]  # fmt: skip
 """Outcome of a transfer. "refused": the request is wrong, or cannot be split. "late": the source may have freed the KV.
+"local": the router's machine had no socket or memory for a connection to the source.
 
 The core counts pulls that never arrived.
 """

@@ -13,9 +13,7 @@ the answer (the decode). Rules:
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
-from typing import Final
 
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
@@ -28,14 +26,11 @@ from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk
 from router.edge.rewrite import Body, add_fields, build_response_head
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
-from router.edge.upstream import Endpoint, UpstreamConnection
+from router.edge.upstream import Endpoint, UpstreamConnection, is_local_error
 from router.http.connection import Client
 from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
 from router.metrics import TransferOutcome
-
-LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Errors of this machine, which say nothing about the worker."""
 
 
 class Exchange:
@@ -264,10 +259,9 @@ class Exchange:
         """Try another worker, or refuse, as no connection was opened. `error`: None if the worker closed it at once."""
         if self.context.is_done:
             return
-        is_local = isinstance(error, OSError) and error.errno in LOCAL_ERRNOS
         if error is None:
             self._handle_failed_attempt(FailureKind.RESET, "closed by the worker at once")
-        elif is_local:  # this machine lacks sockets or memory: idle connections are closed to get some back
+        elif is_local_error(error):  # idle connections are closed to get sockets and memory back
             self._proxy.record_failed_attempt(None, FailureKind.LOCAL, str(error))
             self._proxy.pool.close_idle(math.inf)
             self._proxy.withdraw(self.context, None)

@@ -321,12 +321,12 @@ class Proxy:
         assert transfer is not None
         self.metrics.transfers.outcomes[transfer.kind.value, outcome] += 1
         log.info("no KV for %s at %s: %s: %s", context.name, context.decision.worker, outcome, reason)
-        is_request_fault = outcome == "refused"
+        is_pair_fault = outcome not in ("refused", "local")
         instructions = self.core.fail_transfer(
-            context.request_id, self.now(), is_pair_fault=not is_request_fault, may_be_crash=may_be_crash
+            context.request_id, self.now(), is_pair_fault=is_pair_fault, may_be_crash=may_be_crash
         )
         self.perform(instructions)
-        if not is_request_fault:
+        if is_pair_fault:
             self._notify(self.on_transfer_failed, transfer.source)
 
     def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:

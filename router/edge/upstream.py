@@ -7,6 +7,7 @@ implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has e
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import ssl
@@ -25,6 +26,8 @@ JOIN_BYTES_MAX: Final = 64 * 1024
 """Size up to which copying a body is cheaper than a vectored write."""
 SILENT_S_MAX: Final = 30
 """Time after which connections to a machine that acknowledges nothing are broken."""
+LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Errors of this machine, which lacks sockets or memory. They say nothing about the worker."""
 READ_BYTES: Final = 64 * 1024
 """Most bytes of a worker that are read before other connections have their turn."""
 
@@ -293,6 +296,11 @@ class ConnectionCounts(NamedTuple):
     open: int
     """All connections, in use or idle."""
     idle: int
+
+
+def is_local_error(error: Exception | None) -> bool:
+    """Return whether a connection failed for want of sockets or memory here."""
+    return isinstance(error, OSError) and error.errno in LOCAL_ERRNOS
 
 
 class UpstreamPool:

@@ -18,7 +18,7 @@ from router.edge.request_context import PrefillTimes, RequestContext
 from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.rewrite import Body, add_fields
 from router.edge.transfers.dialects import DIALECTS, Fields, Handover
-from router.edge.upstream import UpstreamConnection
+from router.edge.upstream import UpstreamConnection, is_local_error
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
@@ -213,7 +213,8 @@ class PrefillLeg:
         connection.send(head, body)
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
-        self._fail("unreachable", "closed at once" if error is None else str(error) or "connect timed out")
+        reason = "closed at once" if error is None else str(error) or "connect timed out"
+        self._fail("local" if is_local_error(error) else "unreachable", reason)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Read the first bytes of an answer."""

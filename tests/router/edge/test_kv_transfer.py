@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import hmac
 import json
 import logging
@@ -17,6 +18,7 @@ from router.admin.dashboard import Dashboard
 from router.app.accounting import RequestAccounting
 from router.decide.messages import Decision, Forward, Instruction, ReportedUsage, Transfer, TransferKind
 from router.decide.workers import TransferFacts
+from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
 
 FLEET_KEY = b"a key of sixteen or more"
 PROMPT = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
@@ -371,6 +373,30 @@ def test_the_other_worker_computes_what_the_prefill_worker_does_not(
         assert decode.received[0].body == raw
         assert (nixl.computed_alone, nixl.faults) == (1, [])
         assert outcomes(edge) == {"started": 1, outcome: 1}
+
+    edge.run(scenario())
+
+
+def test_the_routers_own_want_of_descriptors_is_not_the_pairs_failure(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        await split_pair(edge)
+        connect, failed = UpstreamPool.connect, list[str]()
+        edge.proxy.on_transfer_failed.append(failed.append)
+
+        async def connect_to_decode_alone(pool: UpstreamPool, connection: UpstreamConnection) -> None:
+            if connection.target is Endpoint.parse(edge.core.workers["p"].spec.url):
+                raise OSError(errno.EMFILE, "none left")
+            await connect(pool, connection)
+
+        raw = json.dumps(PROMPT).encode()
+        with monkeypatch.context() as patch:
+            patch.setattr(UpstreamPool, "connect", connect_to_decode_alone)
+            assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert (outcomes(edge), failed) == ({"started": 1, "local": 1}, [])
+        assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert outcomes(edge) == {"started": 2, "local": 1}, "the pair is not avoided"
 
     edge.run(scenario())
 
