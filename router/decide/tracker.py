@@ -204,9 +204,7 @@ class LoadTracker:
         load.decode_context_tokens += request.context_tokens - old_context_tokens
         load.overdue_output_tokens += request.overdue_output_tokens - old_overdue_tokens
         target.recompute_decode_load()
-        if at_s is None or target.prefill_queue.requests:
-            return
-        if at_s - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s:
+        if at_s is not None and not target.prefill_queue.requests:
             self._observe_steps(request, output_tokens - request.observed_output_tokens, at_s)
 
     def end_request(
@@ -462,14 +460,15 @@ class LoadTracker:
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
         """Learn how long a decode step takes from the last `step_count` tokens of an answer, one step for each token.
 
-        Nothing is learned while the engine has requests that no router sent, because their work is unknown.
+        Nothing is learned shortly after the last time, nor while the engine has requests that no router sent, because
+        their work is unknown.
         """
         target, speed = request.target, request.target.speed
-        if step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
+        is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
+        if not is_due or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
         observation = self._measure_steps(request, step_count, now)
-        is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
-        if observation is not None and is_due and not target.external_load:
+        if observation is not None and not target.external_load:
             speed.last_step_observation_s = now
             self._apply_learned_speeds(speed.observe(observation))
 
