@@ -22,7 +22,7 @@ from engine.process.client import EngineClient, EngineDeadError, OutputStream
 from engine.protocol.params import ModelLimits
 from engine.types import KVSource, Request
 from prompts import RequestError, Tokenizer, bad_value
-from prompts.errors import field_error, format_value
+from prompts.errors import field_error
 from prompts.kv_source import RemoteKVSource
 
 RETRY_AFTER_S = 1
@@ -144,27 +144,6 @@ class ServerState:
     def make_request_prefix(self) -> str:
         """Return a new prefix for the ids of a request's sequences in the core, such as "1f" for "1f-0" and "1f-1"."""
         return format(next(self._request_numbers), "x")
-
-    async def read_body(self, request: web.Request) -> bytes:
-        """Return the request's body. Raises RequestError if it cannot be read.
-
-        The status is 408 if the body is late, 400 if the client disconnects, and 415 for a compressed body, because a
-        few compressed bytes may become gigabytes.
-        """
-        encoding = request.headers.get("Content-Encoding", "identity")
-        if encoding.lower() not in ("", "identity"):
-            raise RequestError(f"Content-Encoding: got {format_value(encoding)}, expected none", status=415)
-        has_arrived = not request.can_read_body or request.content.is_eof()
-        if has_arrived:
-            return await request.read()
-        timeout_s = self.config.body_timeout_s
-        try:
-            return await asyncio.wait_for(request.read(), timeout_s)
-        except asyncio.TimeoutError:
-            message = f"the body did not arrive within {timeout_s:.0f} s"
-            raise RequestError(message, code="request_timeout", status=408) from None
-        except ConnectionError:
-            raise RequestError("the client left before its request was complete") from None
 
 
 def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, has_transfers: bool) -> ModelLimits:

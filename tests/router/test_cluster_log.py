@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.app.cluster import FailureLog
+from router.app.failure_log import FailureLog
 from router.decide.messages import FailureKind
 
 
