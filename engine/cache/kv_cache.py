@@ -186,8 +186,8 @@ class KVCache:
 
         `nodes`: prefix tree nodes of these blocks. `block_counts`: blocks of each kind for which there is room.
         """
-        *attention_counts, last_count = block_counts  # in a model with recurrent states, the last kind is the state
-        has_room_for_copy = self.pool.can_allocate([*attention_counts, last_count + 1])
+        *attention_counts, state_count = block_counts  # the last kind is the state, in a model that has one
+        has_room_for_copy = self.pool.can_allocate([*attention_counts, state_count + 1])  # and the cached one stays
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
         # Hold all cached blocks and the state first, because allocations may evict what no sequence holds.
         host_hits = self._acquire_prefix(seq_blocks, nodes)

@@ -458,26 +458,26 @@ class RouterCore:
     ) -> list[Instruction]:
         """End an attempt that failed, and count the failure against its worker if the worker is at fault.
 
-        A worker that refuses connections is lost by that, which an instruction then reports.
+        Return a WorkerLost if that shows that the worker's process has ended: the worker refuses connections.
         """
         request, worker = active_request.request, self.workers.get(attempt.decision.worker)
         is_probe = worker is not None and worker.probe == request.request_id  # the probe ends with the attempt
         self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
         if worker is None or not is_worker_fault(kind, request, worker, now - silent_s):
             return []
-        is_fatal = kind is FailureKind.CONNECT
+        has_refused_connection = kind is FailureKind.CONNECT
         self.registry.breaker.record_failure(
-            worker, now, reason=f"{kind.value} failure", is_fatal=is_fatal, is_probe=is_probe
+            worker, now, reason=f"{kind.value} failure", is_fatal=has_refused_connection, is_probe=is_probe
         )
         self.registry.apply_worker_changes()
-        is_newly_lost = is_fatal and worker.is_down and not worker.is_lost
-        return [self._lose_worker(worker.worker_id, now)] if is_newly_lost else []
+        must_report_loss = has_refused_connection and worker.is_down and not worker.is_lost
+        return [self._lose_worker(worker.worker_id, now)] if must_report_loss else []
 
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
         """Record that a worker failed a request, so that the request is not sent there again.
 
-        There are two exceptions. A worker that only was too busy (429) may get the request again once an answer has
-        begun elsewhere. And if only the source of its KV failed, the worker is used again where there is no other.
+        There are two exceptions. A worker that only was too busy (429) is in `refused_by`, which is emptied once another
+        worker's answer begins. And if only the source of its KV failed, the worker is used again if there is no other.
         """
         if kind in REFUSALS:
             active_request.refused_by |= {worker_id}

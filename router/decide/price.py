@@ -23,6 +23,10 @@ CONGESTION_MIN: Final = 0.1
 """Least seconds of price that congestion adds to a second of new prefill, also on an idle pool."""
 CONGESTION_MAX: Final = 50.0
 """Most seconds of price that congestion adds to a second of new prefill."""
+UTILISATION_MAX: Final = 2.0
+"""Greatest utilisation that congestion grows with: more is sent than the pool can compute."""
+IDLE_SHARE_MIN: Final = 0.1
+"""Least idle share of a pool that congestion is divided by."""
 PREFILL_SHARE_MAX: Final = 0.9
 """Most of a worker's time that later prefills are expected to take from an answer there."""
 
@@ -289,7 +293,7 @@ def find_shortest_wait_s(targets: Sequence[Target], now: float) -> float:
 def compute_congestion(
     pool: PoolLoad, shortest_wait_s: float, queued_s: float, utilisation_decay: float, config: CostConfig
 ) -> float:
-    """Return by how many seconds a second of new prefill lengthens the waits of later requests, all together.
+    """Return the congestion of a pool: how long all later requests together wait for each second of new prefill.
 
         congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
 
@@ -302,7 +306,7 @@ def compute_congestion(
     backlog = 0.0
     if pool.prefill_rate > 0.0:
         backlog = backlog_s * pool.arrival_rate / pool.prefill_rate  # in prefills of mean length
-    ratio = min(utilisation, 2.0) * (1.0 + backlog) / max(1.0 - utilisation, 0.1)
+    ratio = min(utilisation, UTILISATION_MAX) * (1.0 + backlog) / max(1.0 - utilisation, IDLE_SHARE_MIN)
     return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
 
 
