@@ -476,8 +476,8 @@ class RouterCore:
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
         """Record that a worker failed a request, so that the request is not sent there again.
 
-        There are two exceptions. A worker that only was too busy (429) is in `refused_by`, which is emptied once another
-        worker's answer begins. And if only the source of its KV failed, the worker is used again if there is no other.
+        There are two exceptions. A worker that only was too busy (429) is in `refused_by`, which is emptied once the
+        answer begins elsewhere. And if only the source of its KV failed, the worker is used again if there is no other.
         """
         if kind in REFUSALS:
             active_request.refused_by |= {worker_id}

@@ -112,17 +112,21 @@ def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: 
 def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the kernel goes on, with the model that was loaded."""
     expected = llm.generate("the next prompt", GREEDY, use_tqdm=False)[0].outputs[0].text
-    apply, handler = llm._core.scheduler.apply, signal.getsignal(signal.SIGINT)
+    apply, handler = llm._core.scheduler.apply, signal.default_int_handler
 
     def interrupt_then_apply(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return apply(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(llm._core.scheduler, "apply", interrupt_then_apply)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["interrupted"] * 3, GREEDY, use_tqdm=False)
-    assert signal.getsignal(signal.SIGINT) is handler
+    earlier_handler = signal.signal(signal.SIGINT, handler)  # a job in the background ignores the signal
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._core.scheduler, "apply", interrupt_then_apply)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["interrupted"] * 3, GREEDY, use_tqdm=False)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, earlier_handler)
     assert not llm._core.has_work
     assert llm.generate("the next prompt", GREEDY, use_tqdm=False)[0].outputs[0].text == expected
 
