@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Final
 
@@ -135,24 +134,26 @@ class PromptMatch:
         old, new = self.previous.route.scope, self.prompt.route.scope
         return next((name for name in ("model", "lora", "salt") if getattr(old, name) != getattr(new, name)), None)
 
-    @property
-    def is_same_conversation(self) -> bool:
-        """Whether both are of one conversation: chats need a common message, others a session or a common beginning.
+    def count_common(self, prompt_digests: Set[int]) -> int:
+        """Return the number of common messages if both prompts are chats, else of common tokens.
 
-        An agent's request for a title or a summary is not part of the conversation, though it has the session's name.
+        `prompt_digests`: `distinctive_digests` of the new prompt, which are computed once for all earlier ones.
+        """
+        if self.previous.outline is None or self.prompt.outline is None:
+            return self.common_tokens
+        return len(self.previous.distinctive_digests & prompt_digests)
+
+    def is_same_conversation(self, common_count: int) -> bool:
+        """Return whether both are of one conversation. `common_count`: result of `count_common`.
+
+        Chats need a common message, other prompts a session or a common beginning. An agent's request for a title or a
+        summary is not part of the conversation, though it has the session's name.
         """
         old, new = self.previous.outline, self.prompt.outline
         if old is not None and new is not None:
-            return not is_side_request(old, new) and self.similarity > 0
+            return common_count > 0 and not is_side_request(old, new)
         shorter_prompt_tokens = min(len(self.previous.token_ids), len(self.prompt.token_ids))
         return self.previous.session is not None or self.common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
-
-    @cached_property
-    def similarity(self) -> int:
-        """Number of common messages if both prompts are chats, else of common tokens."""
-        if self.previous.outline is None or self.prompt.outline is None:
-            return self.common_tokens
-        return len(self.previous.distinctive_digests & self.prompt.distinctive_digests)
 
 
 class PromptHistory:
@@ -194,9 +195,14 @@ class PromptHistory:
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
         """Return the stored prompt of a conversation that has most in common with its new prompt, or None."""
-        matches = [self._match(candidate, prompt) for candidate in self._find_similar_candidates(prompt)]
-        conversation_matches = [match for match in matches if match.is_same_conversation]
-        return max(conversation_matches, key=lambda match: (match.similarity, match.common_tokens), default=None)
+        candidates = self._find_similar_candidates(prompt)
+        prompt_digests = prompt.distinctive_digests if candidates else set[int]()
+        best_match, most_common = None, (-1, -1)
+        for match in (self._match(candidate, prompt) for candidate in candidates):
+            common_count = match.count_common(prompt_digests)
+            if match.is_same_conversation(common_count) and (common_count, match.common_tokens) > most_common:
+                best_match, most_common = match, (common_count, match.common_tokens)
+        return best_match
 
     def _match(self, previous: AnalyzedPrompt, prompt: AnalyzedPrompt) -> PromptMatch:
         return PromptMatch(previous, prompt, self._count_common_tokens(previous.token_ids, prompt.token_ids))
