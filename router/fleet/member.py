@@ -148,9 +148,8 @@ class Member:
         pause_s = self.poll_times.starting_pause_s
         return f"{self.problem} (tried {self.consecutive_failures} times, again every {pause_s:g} s)"
 
-    @property
     def is_member(self) -> bool:
-        """Whether the worker was neither removed nor given other settings, by which another member has it."""
+        """Return whether the worker was neither removed nor given other settings, by which another member has it."""
         return self._fleet.members.get(self.worker_id) is self
 
     @property
@@ -223,7 +222,7 @@ class Member:
     def _record_problem(self, problem: str) -> None:
         """Count a failed check or probe, and keep the reason for `/workers`."""
         self.problem = problem[:REASON_CHARS_MAX]
-        if self.is_member:
+        if self.is_member():
             self._fleet.failed_checks[self.worker_id] += 1
 
     def _record_fault(self, error: Exception) -> None:
@@ -320,13 +319,15 @@ class Member:
         self.problem = ""
         self.consecutive_failures = 0
 
+        if not self.is_member():  # else the tokenizers would remember a worker that is gone
+            return False
         is_restarted = was_down or facts.is_new_engine or earlier_facts is None
         await fleet.tokenizers.update(self.flag, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts)
         snapshots = {}
         if self.worker_id not in fleet.core.workers:
             fetching = fleet.peers.fetch_snapshots(self.worker_id, facts.sources)
             snapshots = await run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
-        if not self.is_member:
+        if not self.is_member():
             return False
         self._use_facts(facts, snapshots, was_down=was_down)
         return True

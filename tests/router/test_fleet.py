@@ -169,6 +169,25 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
     asyncio.run(run())
 
 
+def test_a_worker_that_is_removed_while_it_is_probed_leaves_nothing(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+    spec = WorkerSpec("h:1", "http://h:1", models=(ServedModel("m", "m"),))
+
+    class LateProber:
+        async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+            del fleet._members["h:1"]
+            return WorkerFacts(spec, (), roots={"m": str(tmp_path)})
+
+    fleet = fleet_of(LateProber())
+
+    async def run() -> None:
+        member = fleet._members["h:1"] = Member(parse_worker_flag("http://h:1"), "operator", fleet._context)
+        assert not await member.probe_and_register()
+        assert fleet._context.tokenizers._checkpoints == {}
+
+    asyncio.run(run())
+
+
 class RecordingProber:
     """A prober that finds nobody and tells when it is asked."""
 
