@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final
 
 from router.decide.messages import RouteRequest
-from router.miss_reasons.differences import SYSTEM, is_side_request, unpack_fingerprints
+from router.miss_reasons.differences import SYSTEM, is_side_request
 from router.prompting.outline import ROLE_BITS, Outline
 
 BRANCHES_MAX: Final = 4
@@ -23,8 +23,6 @@ BRANCHES_MAX: Final = 4
 PROMPT_BYTES: Final = 1_100
 """Memory of a prompt besides its ids, keys and outline."""
 KEY_BYTES: Final = 40
-OUTLINE_BYTES: Final = 256
-"""Memory of an outline besides its numbers."""
 _SHARED_RATIO_MIN: Final = 0.5
 """Share of the shorter of two prompts without messages that both begin with, if they are of one conversation."""
 
@@ -82,7 +80,7 @@ class AnalyzedPrompt:
         """Approximate memory of the prompt."""
         size_bytes = PROMPT_BYTES + KEY_BYTES * len(self.chunk_keys) + 4 * len(self.token_ids)
         if self.outline is not None:
-            size_bytes += OUTLINE_BYTES + len(self.outline.messages) + len(self.outline.tools)
+            size_bytes += self.outline.memory_bytes
         return size_bytes
 
     @property
@@ -98,7 +96,7 @@ class AnalyzedPrompt:
         """
         if self.outline is None:
             return set()
-        messages = unpack_fingerprints(self.outline)
+        messages = self.outline.messages
         if self.session is not None:
             return set(messages.content_digests)
         return {digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM}

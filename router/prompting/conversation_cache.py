@@ -118,7 +118,7 @@ class CachedConversation(msgspec.Struct, eq=False):
         """Estimated memory of this entry."""
         size_bytes = _ENTRY_BYTES + self.token_ids.itemsize * len(self.token_ids) + self.prepared_prompt_bytes
         if self.outline is not None:
-            size_bytes += len(self.outline.messages) + len(self.outline.tools)
+            size_bytes += self.outline.memory_bytes
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.placeholders.text) for boundary in self.boundaries])
         if self.other_fields is not None:
             end_bytes = len(self.other_fields.end_json)

@@ -1,6 +1,6 @@
-"""Fingerprints of a chat's messages and tools, which say which message changed, and how. No I/O.
+"""Outline of a chat: digests of its messages and tools, which say which message changed, and how. No I/O.
 
-Fingerprints contain no text. Digests have 32 bits: a collision gives a wrong reason of a cache miss, and decides
+An outline contains no text. Digests have 32 bits: a collision gives a wrong reason of a cache miss, and decides
 nothing.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -19,14 +19,12 @@ from prompts.chat_template import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, convert_source_to_chat
 
-FINGERPRINT_FIELDS: Final = 5
-"""Numbers of a message: digest as sent, digest of normalised JSON, digest without thoughts and billing lines, kind
-bits, and length."""
-FIELD_BYTES: Final = 4
-FINGERPRINT_BYTES: Final = FINGERPRINT_FIELDS * FIELD_BYTES
 ROLE_BITS, HAS_THOUGHTS, HAS_BILLING_LINE, HAS_TOOL_CALLS = 7, 8, 16, 32
-"""Kind bits of a message: its role (system 0, user 1, assistant 2, tool 3, another 4), and whether it has thoughts, a
+"""Bits of a message's kind: its role (system 0, user 1, assistant 2, tool 3, another 4), and whether it has thoughts, a
 billing line, or tool calls."""
+OUTLINE_BYTES: Final = 600
+"""Memory of an outline besides its numbers."""
+_NUMBER_BYTES: Final = 4
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
@@ -35,26 +33,65 @@ _encoder: Final = msgspec.json.Encoder()
 _sorted_encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
-class Outline(NamedTuple):
-    """Digests of all messages of a chat, as arrays of unsigned 32-bit numbers in this machine's byte order."""
+class MessageFingerprint(NamedTuple):
+    """Digests by which a message is compared with another one. Each leaves out more than the one before."""
 
-    messages: bytes
-    """FINGERPRINT_FIELDS numbers for each message."""
-    tools: bytes = b""
-    """Two numbers for each tool: digest as sent, and digest of normalised JSON."""
+    sent_digest: int
+    """Digest of the message as the client sent it."""
+    json_digest: int
+    """Digest that is the same if only the JSON of tool arguments is written differently."""
+    content_digest: int
+    """Digest without thoughts and billing lines, too."""
+    kind: int
+    """Role of the message, and facts such as HAS_TOOL_CALLS, as bits."""
+    chars: int
+    """Length of the message in characters."""
+
+
+class MessageFingerprints(NamedTuple):
+    """Fingerprints of all messages of a chat in order, with an array of 32-bit numbers for each field."""
+
+    sent_digests: array[int]
+    json_digests: array[int]
+    content_digests: array[int]
+    kinds: array[int]
+    chars: array[int]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[MessageFingerprint]) -> MessageFingerprints:
+        """Return the fingerprints with one array for each field."""
+        fields = zip(*rows) if rows else [()] * len(cls._fields)
+        return cls(*[array("I", field) for field in fields])
+
+
+class Outline(NamedTuple):
+    """Digests of all messages and other inputs of a chat: it shows how the chat differs from another, without texts."""
+
+    messages: MessageFingerprints
+    tools_digest: int = 0
+    """Digest of the tools as sent; 0 without tools."""
     options_digest: int = 0
-    """Digest of the template's inputs besides messages and tools."""
+    """Digest of the template's inputs besides messages and tools; 0 without them."""
 
     @property
     def message_count(self) -> int:
         """Number of messages."""
-        return len(self.messages) // FINGERPRINT_BYTES
+        return len(self.messages.kinds)
 
-    def replace_end(self, message_count: int, messages: list[Message]) -> Outline:
+    @property
+    def memory_bytes(self) -> int:
+        """Approximate memory of the outline."""
+        return OUTLINE_BYTES + len(self.messages) * self.message_count * _NUMBER_BYTES
+
+    def get_role(self, index: int) -> int:
+        """Return the role of one message."""
+        return self.messages.kinds[index] & ROLE_BITS
+
+    def replace_end(self, message_count: int, new_messages: list[Message]) -> Outline:
         """Return the outline of a chat that has these messages after the first `message_count` ones."""
-        return self._replace(
-            messages=self.messages[: FINGERPRINT_BYTES * message_count] + fingerprint_messages(messages)
-        )
+        new_fingerprints = fingerprint_messages(new_messages)
+        fields = zip(self.messages, new_fingerprints)
+        return self._replace(messages=MessageFingerprints(*[old[:message_count] + new for old, new in fields]))
 
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
@@ -64,27 +101,15 @@ def outline_chat(request: RoutingRequest) -> Outline | None:
             request = convert_source_to_chat(request, None, keeps_system_in_place=True)
         if request.messages is None:
             return None
-        messages, tools = fingerprint_messages(request.messages), fingerprint_tools(request)
-        return Outline(messages, tools, digest_template_options(request))
+        tools_digest = _digest(_encoder.encode(request.tools)) if request.tools else 0
+        return Outline(fingerprint_messages(request.messages), tools_digest, digest_template_options(request))
     except (RequestError, RecursionError):
         return None
 
 
-def fingerprint_messages(messages: list[Message]) -> bytes:
-    """Return FINGERPRINT_FIELDS numbers for each message."""
-    numbers = array("I")
-    for message in messages:
-        numbers.extend(_fingerprint_message(message))
-    return numbers.tobytes()
-
-
-def fingerprint_tools(chat: RoutingRequest) -> bytes:
-    """Return two numbers for each tool of a chat: a digest of the tool as sent, and one with sorted keys."""
-    tools = array("I")
-    for tool in chat.tools or ():
-        tools.append(_digest(_encoder.encode(tool)))
-        tools.append(_digest(_sorted_encoder.encode(tool)))
-    return tools.tobytes()
+def fingerprint_messages(messages: Sequence[Message]) -> MessageFingerprints:
+    """Return the fingerprints of messages."""
+    return MessageFingerprints.from_rows([_fingerprint_message(message) for message in messages])
 
 
 def digest_template_options(request: RoutingRequest) -> int:
@@ -101,56 +126,40 @@ def _digest(data: bytes, previous_digest: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(data, previous_digest) & 0xFFFF_FFFF
 
 
-class _MessageFingerprint(NamedTuple):
-    """The FINGERPRINT_FIELDS numbers of a message."""
-
-    raw_digest: int
-    """Digest of the message as sent."""
-    normalized_digest: int
-    """Digest with sorted keys, and with the arguments of tool calls decoded."""
-    visible_digest: int
-    """The normalised digest without thoughts and billing lines."""
-    kind_bits: int
-    length: int
-
-
-def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
+def _fingerprint_message(message: Mapping[str, Any]) -> MessageFingerprint:
     """Return the fingerprint of a message. A message of only a role and a plain text needs one digest."""
     role, content = message.get("role"), message.get("content")
     role_number = _ROLES.get(role, 4) if isinstance(role, str) else 4
     is_system, has_two_fields = role_number == 0, len(message) == 2 and "role" in message
     if has_two_fields and isinstance(content, str) and not _has_hidden_text(content, is_system=is_system):
         digest = _digest_text(content)  # most messages come here
-        return _MessageFingerprint(digest, digest, digest, role_number, len(content))
+        return MessageFingerprint(digest, digest, digest, role_number, len(content))
     fields = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
     return _fingerprint_fields(_read_text(content, is_system=is_system), fields, role_number)
 
 
-def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> _MessageFingerprint:
-    """Return digests that show how a message differs from another: as sent, in spelling only, or in hidden text only.
-
-    Hidden text is the assistant's thoughts and billing lines. `fields`: the message's fields besides role and content.
-    """
+def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> MessageFingerprint:
+    """Return the fingerprint of a message with this text, and with these `fields` besides role and content."""
     encoded_fields = _encoder.encode(fields) if fields else b""
     text_digest = _digest_text(text)
-    raw_digest = _digest(encoded_fields, text_digest) if fields else text_digest
+    sent_digest = _digest(encoded_fields, text_digest) if fields else text_digest
 
-    kind_bits = role_number
+    kind = role_number
     if fields.get("tool_calls"):
-        kind_bits |= HAS_TOOL_CALLS
+        kind |= HAS_TOOL_CALLS
         fields = {**fields, "tool_calls": _decode_call_arguments(fields["tool_calls"])}
 
     visible_text, hidden_text_bits = _remove_hidden_text(text, is_system=role_number == 0)
-    kind_bits |= hidden_text_bits
+    kind |= hidden_text_bits
     visible_fields = {name: value for name, value in fields.items() if name not in _THINKING_FIELDS}
     if len(visible_fields) < len(fields):
-        kind_bits |= HAS_THOUGHTS
-    return _MessageFingerprint(
-        raw_digest=raw_digest,
-        normalized_digest=_digest_fields(fields, text_digest),
-        visible_digest=_digest_fields(visible_fields, _digest_text(visible_text)),
-        kind_bits=kind_bits,
-        length=len(text) + len(encoded_fields),
+        kind |= HAS_THOUGHTS
+    return MessageFingerprint(
+        sent_digest=sent_digest,
+        json_digest=_digest_fields(fields, text_digest),
+        content_digest=_digest_fields(visible_fields, _digest_text(visible_text)),
+        kind=kind,
+        chars=len(text) + len(encoded_fields),
     )
 
 

@@ -31,7 +31,7 @@ from router.prompting.conversation_cache import (
 from router.prompting.conversation_reader import CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
-from router.prompting.outline import Outline, outline_chat
+from router.prompting.outline import Outline, fingerprint_messages, outline_chat
 from router.prompting.parsed_body import TokenizedPrompt
 from router.prompting.placeholder_messages import (
     FILLER,
@@ -368,7 +368,7 @@ def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversati
     """An entry with boundaries, of which nothing else is looked at."""
     boundaries = [Boundary(end, 0, 3, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
-    return CachedConversation("chat", 0, b"", {}, Outline(b""), boundaries, ids, None)
+    return CachedConversation("chat", 0, b"", {}, Outline(fingerprint_messages([])), boundaries, ids, None)
 
 
 def test_the_cache_is_bounded() -> None:

@@ -24,7 +24,7 @@ from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
 from router.miss_reasons.prompt_history import AnalyzedPrompt
-from router.prompting.outline import Outline
+from router.prompting.outline import MessageFingerprint, MessageFingerprints, Outline
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16
@@ -59,9 +59,9 @@ class Talk:
     ids: list[int] = field(default_factory=list)
     words: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
-    def outline(self, tools: list[int], flags: int) -> Outline:
-        flat = array("I", [word for message in self.words for word in message])
-        return Outline(flat.tobytes(), array("I", tools).tobytes(), flags)
+    def outline(self, tools: int, flags: int) -> Outline:
+        rows = [MessageFingerprint(*message) for message in self.words]
+        return Outline(MessageFingerprints.from_rows(rows), tools, flags)
 
 
 def draw_message(rng: random.Random) -> tuple[int, int, int, int, int]:
@@ -145,7 +145,7 @@ class World:
             session = rng.choice(SESSIONS if self.are_sessions_named else SESSIONS[:1])
         self.talks.append((talk, session))
         scope = SCOPES[0] if rng.random() < 0.85 else rng.choice(SCOPES)
-        tools, flags = rng.choices([[], [1, 1]], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
+        tools, flags = rng.choices([0, 1], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
         is_chat, ids = rng.random() < 0.85, array("I", talk.ids)
         keys = INDEX.chunk_keys(ids, scope, CHUNK)
         decision = draw_decision(rng, len(ids))

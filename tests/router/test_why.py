@@ -33,7 +33,7 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
 from router.miss_reasons.prompt_history import AnalyzedPrompt
-from router.prompting.outline import HAS_THOUGHTS, Outline, _fingerprint_message, fingerprint_messages, outline_chat
+from router.prompting.outline import HAS_THOUGHTS, Outline, _fingerprint_message, outline_chat
 from router.prompting.sessions import digest_first_user_message
 
 BLOCK = 16
@@ -594,19 +594,19 @@ def test_a_chat_nested_too_deeply_to_be_digested_has_no_outline() -> None:
 
 def test_a_message_without_a_role_is_more_than_its_text() -> None:
     named, other = {"name": "a", "content": "hi"}, {"name": "b", "content": "hi"}
-    assert _fingerprint_message(named).raw_digest != _fingerprint_message(other).raw_digest
+    assert _fingerprint_message(named).sent_digest != _fingerprint_message(other).sent_digest
 
 
 @pytest.mark.parametrize("content", ["", "Hello.", "Grüße, 世界 😀", "half \ud83d of a pair", "x" * 5000])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "nobody"])
 def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, content: str) -> None:
-    plain = array("I", fingerprint_messages([{"role": role, "content": content}]))
-    in_parts = array("I", fingerprint_messages([{"role": role, "content": [{"type": "text", "text": content}]}]))
+    plain = _fingerprint_message({"role": role, "content": content})
+    in_parts = _fingerprint_message({"role": role, "content": [{"type": "text", "text": content}]})
     assert plain == in_parts
-    assert plain[4] == len(content)
-    with_thinking = array("I", fingerprint_messages([{"role": role, "content": f"<think>so</think>{content}"}]))
-    assert with_thinking[0] != with_thinking[2] == plain[2]
-    assert with_thinking[3] == plain[3] | HAS_THOUGHTS
+    assert plain.chars == len(content)
+    with_thinking = _fingerprint_message({"role": role, "content": f"<think>so</think>{content}"})
+    assert with_thinking.sent_digest != with_thinking.content_digest == plain.content_digest
+    assert with_thinking.kind == plain.kind | HAS_THOUGHTS
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -45,7 +45,7 @@ class PreviousPrompt:
     def size(self) -> int:
         outline = self.outline
         base = 1_100 + 40 * self.key_count + 4 * len(self.ids)
-        return base + (0 if outline is None else 256 + len(outline.messages) + len(outline.tools))
+        return base + (0 if outline is None else 600 + 20 * len(messages(outline)))
 
     @property
     def cached_token_count(self) -> int:
@@ -300,8 +300,7 @@ def shared(ids: Sequence[int], other_ids: Sequence[int]) -> int:
 
 
 def messages(outline: Outline | None) -> list[Message]:
-    words = array("I", b"" if outline is None else outline.messages).tolist()
-    return [tuple(words[at : at + 5]) for at in range(0, len(words), 5)]  # type: ignore[misc]
+    return [] if outline is None else list(zip(*outline.messages))
 
 
 def message_digests(outline: Outline, has_session: bool) -> set[int]:
@@ -314,7 +313,8 @@ def is_other_conversation(old: Outline, new: Outline) -> bool:
     old_system, new_system = (
         [message[2] for message in chat[:1] if message[3] & 7 == SYSTEM] for chat in (before, after)
     )
-    return old.tools != new.tools and old_system != new_system and answer_reason(after, len(before)) is None
+    has_other_inputs = old.tools_digest != new.tools_digest and old_system != new_system
+    return has_other_inputs and answer_reason(after, len(before)) is None
 
 
 def different_scope_field(old: Scope, new: Scope) -> str | None:
@@ -349,7 +349,7 @@ def change_reason(
 
 def difference(before: Outline, after: Outline, share: float) -> tuple[str, int | None]:
     old, new = messages(before), messages(after)
-    if before.tools != after.tools:
+    if before.tools_digest != after.tools_digest:
         return "tools", None
     changed_positions = [at for at, (message, new_message) in enumerate(zip(old, new)) if message[0] != new_message[0]]
     if changed_positions:
