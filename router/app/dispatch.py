@@ -71,7 +71,7 @@ class RequestDispatcher:
         try:
             self.choose_worker(exchange)
         except RequestError as error:
-            exchange.reject(error)
+            self.proxy.reject(exchange, error)
 
     def _forget_task(self, task: asyncio.Task[None], reading: Coroutine[Any, Any, None] | None) -> None:
         self._read_tasks.discard(task)
@@ -91,7 +91,7 @@ class RequestDispatcher:
                 await self._discover_and_read(exchange.context)
             self.choose_worker(exchange)
         except RequestError as error:
-            exchange.reject(error)
+            self.proxy.reject(exchange, error)
         except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
             self.proxy.end_crashed(exchange, error)
 

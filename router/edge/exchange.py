@@ -162,18 +162,11 @@ class Exchange:
             self._connection = self._proxy.pool.acquire(target, is_new=is_resend)
             self._connection.begin_request(self, self.context.request.method)
 
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
-    ) -> None:
-        """Answer with an error of the router; cut the answer off where the client has some of it."""
+    def refuse(self, error: RequestError, outcome: str) -> None:
+        """Answer with an error; cut the answer off where the client has some of it."""
         if self.client.has_response_started:
-            self._abort_response(message, None)
-        elif self._proxy.end(self.context, f"refused_{code}"):
-            self.client.refuse(status, code, message, retry_after_s, param=param)
-
-    def reject(self, error: RequestError) -> None:
-        """Answer with an error in the request itself."""
-        if self._proxy.end_rejected(self.context, error):
+            self._abort_response(error.message, None)
+        elif self._proxy.end(self.context, outcome):
             self.client.respond_error(error)
 
     # From the client's side ---------------------------------------------------------------------------------------
@@ -265,7 +258,8 @@ class Exchange:
             self._proxy.record_failed_attempt(None, FailureKind.LOCAL, str(error))
             self._proxy.pool.close_idle(math.inf)
             self._proxy.withdraw(self.context, None)
-            self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", retry_after_s=1.0)
+            message = f"the router cannot open a connection: {error}"
+            self.refuse(RequestError(message, code="overloaded", status=503), "refused_overloaded")
         else:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=self._is_resend)
@@ -496,7 +490,7 @@ class Exchange:
             self._abort_response(message, None)  # no failure: the worker still sends
         else:
             self._proxy.withdraw(self.context, None)
-            self.refuse(504, "timeout", message)
+            self.refuse(RequestError(message, code="timeout", status=504), "refused_timeout")
 
     def _end_silent_answer(self, idle_s: float) -> None:
         """Handle a pause of `idle_s` within an answer: the client's, if it reads nothing, or else the worker's."""
@@ -530,7 +524,8 @@ class Exchange:
             now = proxy.now()
             proxy.perform(proxy.core.fail_attempt(request_id, kind, now, silent_s=silent_s, was_sent=was_sent))
         else:
-            self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
+            error = RequestError(f"the worker did not answer: {reason}", code="bad_gateway", status=502)
+            self.refuse(error, "refused_bad_gateway")
 
     def _handle_broken_response(self, reason: str, kind: FailureKind = FailureKind.STREAM) -> None:
         """Continue an answer that broke off at another worker, or cut it off."""

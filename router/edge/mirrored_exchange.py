@@ -42,12 +42,7 @@ class MirroredExchange(Exchange):
             self.client.write(_NO_CONTENT)
             self.client.finish(keep_alive=self.context.request.keep_alive)
 
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
-    ) -> None:
-        self.answer()
-
-    def reject(self, error: RequestError) -> None:
+    def refuse(self, error: RequestError, outcome: str) -> None:
         self.answer()
 
     def on_client_gone(self) -> None:

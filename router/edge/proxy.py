@@ -70,13 +70,8 @@ class Exchange(Responder, Protocol):
     def forward(self, decision: Decision) -> None:
         """Send the request to the chosen worker."""
 
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
-    ) -> None:
-        """Answer with an error of the router, such as 503 if no worker is left."""
-
-    def reject(self, error: RequestError) -> None:
-        """Answer with an error in the request itself."""
+    def refuse(self, error: RequestError, outcome: str) -> None:
+        """Answer with an error, such as 503 if no worker is left, and end the request with this outcome."""
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one and it can be moved."""
@@ -187,7 +182,7 @@ class Proxy:
                     _log_decision(exchange.context, instruction.decision)
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
-                _refuse(exchange, instruction)
+                exchange.refuse(_make_refusal_error(instruction, exchange.context), f"refused_{instruction.code}")
         except Exception as error:  # noqa: BLE001  this may run at the end of another request
             self.end_crashed(exchange, error)
 
@@ -256,12 +251,13 @@ class Proxy:
             self.metrics.record_crash("exchange", error)
         return True
 
-    def end_rejected(self, context: RequestContext, error: RequestError) -> bool:
-        """End a request before the core has it, and count the error. Return False if its client has left."""
-        if not self.end(context, "rejected" if error.status < 500 else f"refused_{error.code}"):
-            return False
-        self.metrics.http_errors[str(error.status)] += 1
-        return True
+    def reject(self, exchange: Exchange, error: RequestError) -> None:
+        """Answer a request that the core does not have yet with an error, and count the error."""
+        outcome = "rejected" if error.status < 500 else f"refused_{error.code}"
+        exchange.refuse(error, outcome)
+        has_sent_error = exchange.context.outcome == outcome  # a client may have left, and a copy gets no error
+        if has_sent_error:
+            self.metrics.http_errors[str(error.status)] += 1
 
     def end_crashed(self, exchange: Exchange, error: Exception) -> None:
         """End a request, because code that handles it raised `error`. A client without an answer gets an error."""
@@ -417,26 +413,17 @@ def _log_decision(context: RequestContext, decision: Decision) -> None:
     log.info("decision %s", text, extra={"fields": {"decision": fields}})
 
 
-def _refuse(exchange: Exchange, refusal: Refuse) -> None:
-    """Answer a request with the core's refusal, in the words of the API of the request's path."""
-    message = _make_refusal_message(refusal, exchange.context)
-    refused_field = _find_refused_field(refusal.code, exchange.context.request.path)
-    exchange.refuse(refusal.status, refusal.code, message, refusal.retry_after_s, param=refused_field)
-
-
-def _find_refused_field(code: str, path: str) -> str | None:
-    """Return the field of the body that caused a refusal, by its name in the API of the path."""
+def _make_refusal_error(refusal: Refuse, context: RequestContext) -> RequestError:
+    """Return the error for a request that the core refuses, in the words of the API of the request's path."""
+    path, route = context.request.path, context.route
+    message, code, param = refusal.message, refusal.code, None
     if code == "unknown_model":
-        return "model"
-    if code == "context_length_exceeded":
-        return {"/v1/completions": "prompt", RESPONSES_PATH: "input"}.get(path, "messages")
-    return None
-
-
-def _make_refusal_message(refusal: Refuse, context: RequestContext) -> str:
-    """Return the message of a refusal, in the words of the API of the request's path."""
-    route = context.route
-    if refusal.context_max is None or route is None:
-        return refusal.message
-    tokens = route.longest_prompt_tokens or route.prompt_tokens
-    return describe_context_overflow(context.request.path, tokens, refusal.context_max, is_exact=route.is_counted)
+        code, param = "model_not_found", "model"  # OpenAI's word
+    elif code == "context_length_exceeded":
+        param = {"/v1/completions": "prompt", RESPONSES_PATH: "input"}.get(path, "messages")
+    if refusal.context_max is not None and route is not None:
+        tokens = route.longest_prompt_tokens or route.prompt_tokens
+        message = describe_context_overflow(path, tokens, refusal.context_max, is_exact=route.is_counted)
+    retry_after_s = refusal.retry_after_s
+    headers = () if retry_after_s is None else ((b"retry-after", b"%d" % max(1, round(retry_after_s))),)
+    return RequestError(message, param=param, code=code, status=refusal.status, headers=headers)

@@ -18,7 +18,7 @@ from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, build_refusal, build_response_head, list_error_headers
+from router.http.local_replies import JSON, Header, build_response_head, list_error_headers, make_crash_error
 from router.http.request import HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -86,11 +86,6 @@ class Client(Protocol):
 
     def respond_error(self, error: RequestError) -> None:
         """Answer with an error."""
-
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
-    ) -> None:
-        """Answer with an error of the router. `param` is the field of the body that the error is about."""
 
 
 def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
@@ -329,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
         if self.has_response_started or not self._is_busy:
             self.abort_response()
         else:
-            self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+            self.respond_error(make_crash_error())
 
     def abort_response(self) -> None:
         """Close the connection in the middle of an answer, so that the client sees it is incomplete."""
@@ -350,12 +345,6 @@ class ClientConnection(asyncio.Protocol):
     def respond_error(self, error: RequestError) -> None:
         body = msgspec.json.encode(error.body("" if self._request is None else self._request.path))
         self.respond(error.status, body, headers=list_error_headers(error))
-
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
-    ) -> None:
-        """Answer with an error of the router. `param` is the field of the body that the error is about."""
-        self.respond_error(build_refusal(status, code, message, retry_after_s, param=param))
 
     @property
     def tenant(self) -> str:

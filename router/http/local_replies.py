@@ -65,14 +65,6 @@ def list_error_headers(error: RequestError) -> Sequence[Header]:
     return error.headers
 
 
-def build_refusal(
-    status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None
-) -> RequestError:
-    """Return the error of a request that the router refuses.
-
-    `param`: field of the body that the error is about. `retry_after_s`: time after which the client may try again.
-    """
-    if code == "unknown_model":
-        code = "model_not_found"  # OpenAI's word
-    headers = () if retry_after_s is None else ((b"retry-after", b"%d" % max(1, round(retry_after_s))),)
-    return RequestError(message, param=param, code=code, status=status, headers=headers)
+def make_crash_error() -> RequestError:
+    """Return the error of a request that ended because of a fault of the router."""
+    return RequestError("the router failed to answer; its log says why", code="internal_error", status=500)

@@ -151,16 +151,9 @@ class PickExchange(Exchange):
                 endpoints.append(endpoint)
         return endpoints
 
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
-    ) -> None:
-        """Have Envoy answer with an error of the router."""
-        if self._proxy.end(self.context, f"refused_{code}"):
-            self.client.refuse(status, code, message, retry_after_s, param=param)
-
-    def reject(self, error: RequestError) -> None:
-        """Have Envoy answer with an error in the request itself."""
-        if self._proxy.end_rejected(self.context, error):
+    def refuse(self, error: RequestError, outcome: str) -> None:
+        """Have Envoy answer with an error."""
+        if self._proxy.end(self.context, outcome):
             self.client.respond_error(error)
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:

@@ -18,7 +18,7 @@ from router.http.budget import BufferCharge
 from router.http.connection import Client, Responder, TaskResponder, cancel_responder
 from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, build_refusal, list_error_headers
+from router.http.local_replies import JSON, list_error_headers, make_crash_error
 from router.http.request import HttpRequest
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
@@ -185,15 +185,10 @@ class PickerClient:
         self.stream.refuse(error.status, headers, msgspec.json.encode(error.body(self._path)))
         self._signal_decision()
 
-    def refuse(
-        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
-    ) -> None:
-        self.respond_error(build_refusal(status, code, message, retry_after_s, param=param))
-
     def crash(self, error: Exception) -> None:
         self.picker.proxy.metrics.record_crash("picker", error)
         self.request_cancelled()
-        self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+        self.respond_error(make_crash_error())
 
     def abort_response(self) -> None:
         """End the stream to Envoy, because the request has taken too long."""
