@@ -117,18 +117,22 @@ class Choice:
             self.logprobs.extend(delta.logprobs)
 
     def _parse_tokens(self, output: SequenceOutput) -> int:
-        """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were parsed."""
-        token_count, text_token_count = 0, len(self._get_text_token_ids(output))
-        for token_id in output.token_ids:
-            text = self.detokenizer.push([token_id]) if token_count < text_token_count else ""
-            token_count += 1
+        """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were parsed.
+
+        A stop token at the end becomes no text, unless the request says so.
+        """
+        hides_last_token = output.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output
+        text_token_count = len(output.token_ids) - hides_last_token
+        for token_count, token_id in enumerate(output.token_ids, 1):
+            is_text = token_count <= text_token_count
+            text = self.detokenizer.push([token_id]) if is_text else ""
             if output.finish_reason is not None and token_count == len(output.token_ids):
                 text += self.detokenizer.flush()
             self.parser.push(text, may_stop=self.completion_tokens + token_count > self.params.min_tokens)
-            self.reasoning_tokens += token_count <= text_token_count and self.parser.is_reasoning
+            self.reasoning_tokens += is_text and self.parser.is_reasoning
             if self.parser.stop_string is not None:
-                break
-        return token_count
+                return token_count
+        return len(output.token_ids)
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
         """Detokenize and parse new tokens, up to the first stop string. Return what they add to the answer.
@@ -153,10 +157,3 @@ class Choice:
             delta.finish_reason = output.finish_reason.value
             delta.stop_reason = output.stop_token_id
         return delta
-
-    def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
-        """Return the ids that become text: all but a stop token at the end, which stays only if the request says so."""
-        is_stopped = output.finish_reason is FinishReason.STOP
-        if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
-            return output.token_ids[:-1]
-        return output.token_ids

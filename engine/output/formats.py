@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from engine.output.json_calls import (
@@ -16,7 +17,6 @@ from engine.output.json_calls import (
     CallReader,
     read_named_call,
     read_object_call,
-    read_object_call_with_arguments,
 )
 from engine.output.python_calls import read_python_call
 from engine.output.xml_calls import FUNCTION_MARKER, read_xml_call
@@ -96,8 +96,8 @@ CALL_FORMATS = {row.name: row for row in (  # the first that fits a template is 
     ToolCallFormat("pythonic", ("<|python_start|>", "<|python_tag|>"), {FUNCTION_NAME: read_python_call},
                    close_marker="<|python_end|>", bare_start_chars="[",
                    template_markers=("func_name1(", "<|python_start|>")),
-    ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": read_object_call_with_arguments}, bare_start_chars="{",
-                   template_markers=("<|python_tag|>", '"parameters": ')),
+    ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": partial(read_object_call, needs_arguments=True)},
+                   bare_start_chars="{", template_markers=("<|python_tag|>", '"parameters": ')),
 )}
 # fmt: on
 

@@ -98,14 +98,14 @@ def escape_control_chars(text: str) -> str:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def read_object_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Read a call `{"name": "f", "arguments": {...}}`, with its keys in any order. "parameters" means "arguments"."""
-    return _ObjectCall(source, delta).read(needs_arguments=False)
+def read_object_call(
+    source: GrowingText, delta: DeltaBuilder, types: ParameterTypes, *, needs_arguments: bool = False
+) -> Steps[bool]:
+    """Read a call `{"name": "f", "arguments": {...}}`, with its keys in any order. "parameters" means "arguments".
 
-
-def read_object_call_with_arguments(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Read a call as `read_object_call` does, but refuse an object without arguments."""
-    return _ObjectCall(source, delta).read(needs_arguments=True)
+    `needs_arguments`: an object without arguments is no call.
+    """
+    return _ObjectCall(source, delta).read(needs_arguments=needs_arguments)
 
 
 class _ObjectCall:
@@ -124,27 +124,17 @@ class _ObjectCall:
         self._seen_keys: set[str] = set()
 
     def read(self, *, needs_arguments: bool) -> Steps[bool]:
-        """Read the object from "{" to "}", and add the tool call to the delta. Return False if the object is no call.
-
-        `needs_arguments`: an object without arguments is no call. Yields whenever more text is needed.
-        """
+        """Read the object from "{" to "}", and add the call to the delta. Return False if the object is no call."""
         source = self._source
-        source.take_chars(1)
-        next_char = yield from source.peek_after_spaces()
-        while next_char == '"':
-            is_member_of_call = yield from self._read_member()
-            if not is_member_of_call:
-                return False
+        separator = source.take_chars(1)
+        while separator in ("{", ","):
             next_char = yield from source.peek_after_spaces()
-            if next_char == "}":
-                break
-            if next_char != ",":
+            if next_char != '"' or not (yield from self._read_member()):
                 return False
-            source.take_chars(1)
-            next_char = yield from source.peek_after_spaces()
-            if next_char != '"':
-                return False
-        if next_char != "}":
+            separator = yield from source.peek_after_spaces()
+            if separator == ",":
+                source.take_chars(1)
+        if separator != "}":
             return False
         was_streamed = self._delta.is_in_call
         if not was_streamed and not self._add_whole_call(needs_arguments=needs_arguments):
@@ -165,7 +155,7 @@ class _ObjectCall:
         """Read one `"key": value` of the object. Return False if the object cannot be a tool call.
 
         It cannot if a key is unknown or comes twice, or if a value is missing or cut off. Arguments after the name are
-        streamed to the delta. Yields whenever more text is needed.
+        added to the delta as they arrive.
         """
         source = self._source
         key_json = yield from _collect_json_value(source)
@@ -183,7 +173,10 @@ class _ObjectCall:
         if is_value_missing:
             return False
         if is_arguments and self._name and first_char == "{":
-            is_complete = yield from self._stream_arguments()
+            source.stop_holding()
+            self._delta.begin_call(self._name)
+            is_complete = yield from read_json_value(source, self._delta.add_arguments)
+            source.start_holding()  # the text after the arguments may be no part of the call
             return is_complete
         value_json = yield from _collect_json_value(source)
         if value_json is None:
@@ -194,17 +187,6 @@ class _ObjectCall:
             self._name = _decode_string(value_json) or ""
             return bool(self._name)
         return True
-
-    def _stream_arguments(self) -> Steps[bool]:
-        """Read the arguments of a call after its name, and add them to the delta as they arrive.
-
-        Returns whether they are complete.
-        """
-        self._source.stop_holding()
-        self._delta.begin_call(self._name)
-        is_complete = yield from read_json_value(self._source, self._delta.add_arguments)
-        self._source.start_holding()  # the text after the arguments may be no part of the call
-        return is_complete
 
 
 def read_name(source: GrowingText) -> Steps[str | None]:

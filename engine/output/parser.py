@@ -18,7 +18,7 @@ from engine.output.formats import (
     ToolCallFormat,
 )
 from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Steps
-from engine.output.json_calls import NAME_PATTERN, CallReader
+from engine.output.json_calls import NAME_PATTERN
 from engine.output.schema_types import ParameterTypes
 from engine.output.stop_strings import StopStrings
 from engine.types import SamplingParams
@@ -265,10 +265,12 @@ class OutputParser:
 
     def _read_call(self, format: ToolCallFormat, marker: str, next_char: str) -> Steps[bool]:
         """Read one tool call, which begins with `marker` or `next_char`. Return False if the text is no call."""
-        read_call = _select_reader(format, marker, next_char)
-        if read_call is None:
+        call_start = marker or next_char
+        if call_start not in format.readers and NAME_PATTERN.match(next_char):
+            call_start = FUNCTION_NAME
+        if not next_char or call_start not in format.readers:
             return False
-        is_call = yield from read_call(self._source, self._delta, self.config.parameter_types)
+        is_call = yield from format.readers[call_start](self._source, self._delta, self.config.parameter_types)
         if is_call:
             self._delta.end_call()
             self._source.start_holding()
@@ -297,13 +299,3 @@ class OutputParser:
         self._delta.end_call()
         self._delta.is_at_start = False
         self._delta.add_text(self._source.stop_holding())
-
-
-def _select_reader(format: ToolCallFormat, marker: str, next_char: str) -> CallReader | None:
-    """Return the reader of the call that begins with `marker`, or with a character; None if no call begins so."""
-    if marker:
-        return format.readers[marker]
-    if next_char and next_char in format.readers:
-        return format.readers[next_char]
-    begins_name = NAME_PATTERN.match(next_char) is not None
-    return format.readers.get(FUNCTION_NAME) if begins_name else None

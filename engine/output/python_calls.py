@@ -56,62 +56,41 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
 
 
 def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
-    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
-    splitter = _ArgumentSplitter()
-    while char := (yield from source.take_until(_PUNCTUATION_PATTERN_BY_QUOTE[splitter.quote], splitter.add_text)):
+    """Take the arguments of a call, such as `a=1, b=[2, 3])`, up to the parenthesis that ends them.
+
+    They are split at commas and "=" outside of strings and inner brackets, and parsed later. Returns None if another
+    bracket ends them.
+    """
+    arguments: list[_Argument] = []
+    name: str | None = None
+    parts: list[str] = []  # of the current name or value
+    quote = ""
+    open_brackets = 1
+
+    def add_text(text: str) -> None:
+        parts.append(text.translate(_STRING_ESCAPES) if quote else text)
+
+    while char := (yield from source.take_until(_PUNCTUATION_PATTERN_BY_QUOTE[quote], add_text)):
         source.take_chars(1)
         if char == "\\":
             escaped_char = yield from source.peek()
-            splitter.add_escape(char + source.take_chars(len(escaped_char)))
-            continue
-        splitter.add_punctuation(char)
-        if splitter.depth == 0:
-            return splitter.arguments if char == ")" else None
-    return None
-
-
-class _ArgumentSplitter:
-    """Splits the arguments of a Python call, such as `a=1, b=[2, 3])`, into names and values as they arrive.
-
-    It splits at commas and "=" outside of strings and inner brackets. The values are parsed later.
-    """
-
-    def __init__(self) -> None:
-        self.arguments: list[_Argument] = []
-        self.depth = 1
-        """Number of open brackets; 0 after the end of the arguments."""
-        self.quote = ""
-        """Quotation mark of the open string; empty outside of strings."""
-        self._name: str | None = None
-        self._parts: list[str] = []
-        """Pieces of the current name or value."""
-
-    def add_text(self, text: str) -> None:
-        self._parts.append(text.translate(_STRING_ESCAPES) if self.quote else text)
-
-    def add_escape(self, escape: str) -> None:
-        self._parts.append(escape)
-
-    def add_punctuation(self, char: str) -> None:
-        """Add a quotation mark, bracket, comma or "=". It may end the name or the value of the current argument.
-
-        Within a string, only the string's closing quotation mark may be added.
-        """
-        if char in "\"'":
-            self.quote = "" if self.quote else char
+            char += source.take_chars(len(escaped_char))
+        elif char in "\"'":
+            quote = "" if quote else char
         elif char in "([{":
-            self.depth += 1
+            open_brackets += 1
         elif char in ")]}":
-            self.depth -= 1
-        ends_value = self.depth == 0 or (self.depth == 1 and char == ",")
-        ends_name = self.depth == 1 and char == "=" and self._name is None
-        if ends_value:
-            self.arguments.append(_Argument(self._name, "".join(self._parts)))
-            self._name, self._parts = None, []
-        elif ends_name:
-            self._name, self._parts = "".join(self._parts), []
+            open_brackets -= 1
+        if open_brackets == 0 or (open_brackets == 1 and char == ","):
+            arguments.append(_Argument(name, "".join(parts)))
+            name, parts = None, []
+            if open_brackets == 0:
+                return arguments if char == ")" else None
+        elif open_brackets == 1 and char == "=" and name is None:
+            name, parts = "".join(parts), []
         else:
-            self._parts.append(char)
+            parts.append(char)
+    return None
 
 
 def _encode_arguments(arguments: list[_Argument]) -> str | None:
