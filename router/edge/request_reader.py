@@ -25,8 +25,8 @@ from router.index.protocol import Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
-from router.prompting.parsed_body import ParsedBody, TokenizedPrompt
-from router.prompting.reader import BodyToRead, PromptReader
+from router.prompting.parsed_body import BodyToRead, ParsedBody, TokenizedPrompt
+from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session, SessionNames, digest_opening
 from router.tenancy.model_names import ModelNames
 

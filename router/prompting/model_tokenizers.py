@@ -96,11 +96,9 @@ class RemoteTokenizer:
             workers[worker.url] = worker
         return bool(token_ids)
 
-    async def tokenize(self, request_body: bytes | None, model: str) -> Sequence[int] | None:
+    async def tokenize(self, request_body: bytes, model: str) -> Sequence[int] | None:
         """Return the token ids for a body of `build_tokenize_request` from the next worker that serves a base model."""
         workers = [*self._workers_by_model.get(model, {}).values()]
-        if request_body is None:
-            return None
         for _ in workers:
             worker = workers[next(self._round_robin) % len(workers)]
             if self._is_serving(worker, model):

@@ -1,19 +1,26 @@
-"""A client's body and its prompt, as router/prompting/reader.py parses them."""
+"""A client's body before and after router/prompting/reader.py parses it, and its tokenised prompt."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from prompts.routing import RoutingRequest
+from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import Continuation, cache_conversation
-from router.prompting.encode import PromptSize, count_further_tokens, measure_prompts, read_prompt, truncate_prompt
+from router.prompting.encode import (
+    PromptSize,
+    build_tokenize_request,
+    count_further_tokens,
+    measure_prompts,
+    read_prompt,
+    truncate_prompt,
+)
 from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
 from router.prompting.outline import Outline, outline_chat
@@ -35,6 +42,10 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Size of all prompts of the body; None if the first one was not encoded."""
     outline: Outline | None = None
     """Outline of the messages, if it was made along with the prompt."""
+    tokenize_request: bytes | None = None
+    """Body of the `/tokenize` request by which an engine tokenises the prompt; None if no engine is to do that."""
+    further_tokens: Sequence[int] = ()
+    """Number of tokens of each prompt after the first, if an engine tokenises the first."""
 
 
 def tokenize_prompt(
@@ -45,11 +56,13 @@ def tokenize_prompt(
     body: bytes = b"",
     renderer: BoundaryRenderer | None = None,
     makes_outline: bool = False,
+    remote_model: str | None = None,
 ) -> TokenizedPrompt:
     """Tokenise the prompt of a body for routing, truncated to what a worker would use. Raises RequestError.
 
     `tokens_max`: most tokens that the model takes. With `body` and `renderer`, the result also has a cache entry, by
-    which the next turn of the conversation is read faster, unless the prompt was truncated.
+    which the next turn of the conversation is read faster, unless the prompt was truncated. `remote_model`: model that
+    engines tokenise for; the result has the request to one, unless the body has token ids.
     """
     prompt = TokenizedPrompt()
     rendered = read_prompt(request, tokenizer, tokens_max)
@@ -59,6 +72,9 @@ def tokenize_prompt(
         prompt.size = measure_prompts(
             rendered.token_ids, request, tokens_max, further_lengths, is_exact=rendered.is_whole
         )
+    elif remote_model is not None:
+        prompt.tokenize_request = build_tokenize_request(request, remote_model)
+        prompt.further_tokens = count_further_tokens(request, tokenizer)
     try:
         prompt.outline = outline_chat(request) if makes_outline else None
         is_truncated = prompt.token_ids is not rendered.token_ids
@@ -77,6 +93,28 @@ class PromptTarget(Protocol):
     @property
     def tokens_max(self) -> int | None:
         """Most tokens of a prompt, if known."""
+
+
+class BodyToRead(msgspec.Struct, frozen=True, eq=False):
+    """A client's body that is to be read."""
+
+    pieces: tuple[bytes, ...]
+    kind: ApiKind | None
+    """API of the body's path; None if the body decides."""
+    find_target: Callable[[RoutingRequest], PromptTarget]
+    """Finds the model that a request is for."""
+    is_wanted: Callable[[], bool]
+    """Whether the client is still connected."""
+    tenant: str = ""
+    needs_opening: bool = False
+    """Whether the conversation's beginning may decide the model, as with canaries."""
+
+    @property
+    def byte_count(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def join(self) -> bytes:
+        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 class ParsedBody(msgspec.Struct, eq=False):
@@ -101,24 +139,6 @@ class ParsedBody(msgspec.Struct, eq=False):
     """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
-
-    @classmethod
-    def make_continued(cls, continuation: Continuation, body: bytes, tokens_max: int | None) -> ParsedBody:
-        """Make the body of a request that continues a cached conversation. `tokens_max`: most tokens of its model."""
-        token_ids, request, cache_entry = continuation.token_ids, continuation.request, continuation.cache_entry
-        prompt = TokenizedPrompt(
-            token_ids=truncate_prompt(token_ids, request, tokens_max),
-            seconds=continuation.read_s,
-            conversation=cache_entry,
-            size=measure_prompts(token_ids, request, tokens_max),
-        )
-        return cls(
-            request=request,
-            prompt=prompt,
-            body=b"" if cache_entry is None else body,
-            first_message_digest=continuation.conversation.first_message_digest,
-            continuation=continuation,
-        )
 
     def get_outline(self) -> Outline | None:
         """Return fingerprints of the messages; None if the body is no chat, or if its messages could not be read."""

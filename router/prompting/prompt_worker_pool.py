@@ -24,10 +24,10 @@ from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import is_cacheable
-from router.prompting.encode import build_tokenize_request, count_further_tokens, is_within_bounds, read_large_request
+from router.prompting.encode import is_within_bounds, read_large_request
 from router.prompting.fields import locate_fields
 from router.prompting.media import read_media
-from router.prompting.parsed_body import ParsedBody, TokenizedPrompt, tokenize_prompt
+from router.prompting.parsed_body import BodyToRead, ParsedBody, TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message, digest_opening
 from router.prompting.template_trial import find_trial_problem
 
@@ -41,13 +41,12 @@ START_S_MAX = 30.0
 class ReadTask(msgspec.Struct):
     """Options by which a worker process tokenises the prompt of a body, sent after it has found the body's model."""
 
-    kind: ApiKind
     checkpoint: Checkpoint | None = None
     """Files of the tokenizer; None if only token ids in the body are to be read."""
     tokens_max: int | None = None
     """Most tokens that the model takes; None if unknown."""
     remote_model: str | None = None
-    """Model named in a `/tokenize` request, which is the result if an engine tokenises the prompt."""
+    """Model that engines tokenise for; the prompt then has the request to one."""
     keeps_messages_as_sent: bool = False
     """Whether the chat template gets messages as transformers gave them before version 5.23."""
     seconds_max: float | None = None
@@ -63,10 +62,6 @@ class ReadResult(NamedTuple):
 
     parsed_body: ParsedBody
     """The fields by which the request is routed, and the prompt, without ids if it could not be read."""
-    tokenize_request: bytes | None = None
-    """Body of a `/tokenize` request, if an engine is to tokenise the prompt; else None."""
-    further_tokens: Sequence[int] = ()
-    """Number of tokens of each prompt after the first, if an engine tokenises the first."""
     is_overdue: bool = False
     """Whether the prompt is missing because reading took too long, or because the process died."""
     cpu_s: float = 0.0
@@ -101,45 +96,33 @@ class PromptWorkerPool:
         """Bytes of the bodies that wait or are being read."""
         return self._tenant_bytes.total()
 
-    async def read(
-        self,
-        body: Sequence[bytes],
-        kind: ApiKind | None,
-        make_task: Callable[[RoutingRequest], ReadTask],
-        is_wanted: Callable[[], bool],
-        tenant: str = "",
-        *,
-        needs_opening: bool = False,
-    ) -> ReadResult:
-        """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
+    async def read(self, body: BodyToRead, make_task: Callable[[RoutingRequest], ReadTask]) -> ReadResult:
+        """Read a body in the next free process: first the fields by which it is routed, then the prompt.
 
-        `kind`: API of the body's path; None if the body decides. `make_task`: chooses how to read the prompt, by the
-        routing fields. `is_wanted`: whether the client is still connected. `needs_opening`: the routing fields include
-        `opening_digest`. If the process fails at the prompt, the result has none. Raises RequestError for a body that
-        is no JSON object, or that cannot be read now.
+        `make_task`: chooses how to read the prompt, by the routing fields. If the process fails at the prompt, the
+        result has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
-        body_bytes = sum(map(len, body))
-        self._check_capacity(tenant, body_bytes)
+        self._check_capacity(body.tenant, body.byte_count)
         inspected_body: ParsedBody | None = None
 
         async def inspect_and_read(process: WorkerProcess) -> ReadResult:
             nonlocal inspected_body
-            if not is_wanted():
+            if not body.is_wanted():
                 raise _make_overload_error("the client left")
-            inspected_body = await self._inspect(process, body, kind, needs_opening)
+            inspected_body = await self._inspect(process, body)
             return await self._run_task(process, make_task(inspected_body.request))
 
-        self._add_waiting(tenant, body_bytes)
+        self._add_waiting(body.tenant, body.byte_count)
         try:
-            return await self.processes.run(inspect_and_read, tenant)
+            return await self.processes.run(inspect_and_read, body.tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
-            log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
+            log.warning("a body of %d bytes could not be read: %s", body.byte_count, error)
             if inspected_body is None:
                 raise _make_overload_error("the body could not be read in time") from None
             return ReadResult(inspected_body, is_overdue=True)
         finally:
-            self._add_waiting(tenant, -body_bytes)
+            self._add_waiting(body.tenant, -body.byte_count)
 
     async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
         """Try a chat template in a process that can be killed. `render_s_max`: CPU time of one rendering.
@@ -186,12 +169,11 @@ class PromptWorkerPool:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _inspect(
-        self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None, needs_opening: bool
-    ) -> ParsedBody:
+    async def _inspect(self, process: WorkerProcess, body: BodyToRead) -> ParsedBody:
         """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
+        arguments = body.pieces, body.kind, body.needs_opening
         try:
-            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, body, kind, needs_opening)
+            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, *arguments)
         except RequestError:
             self.counts["refused"] += 1
             raise
@@ -272,43 +254,34 @@ def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
     body, parsed_body = state.body, state.parsed_body
     state.body, state.parsed_body = b"", None
     assert parsed_body is not None
-    result = ReadResult(parsed_body)
+    problem = None
     try:
-        if task.kind != "other":
-            tokenizer = state.tokenizers.get(task.checkpoint) if task.checkpoint else None
-            result = _read_prompt(task, body, result, tokenizer)
+        if parsed_body.request.kind != "other":
+            _read_prompt(state, task, body, parsed_body)
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
-        result = result._replace(problem=f"{type(error).__name__}: {error}"[:300])
-    return result._replace(cpu_s=time.thread_time() - started_s)
+        problem = f"{type(error).__name__}: {error}"[:300]
+    return ReadResult(parsed_body, cpu_s=time.thread_time() - started_s, problem=problem)
 
 
-def _read_prompt(
-    task: ReadTask, body: bytes, result: ReadResult, tokenizer: Tokenizer | TokenizerError | None
-) -> ReadResult:
-    """Add the tokenised prompt of a body to `result`, or the request that asks an engine for its token ids.
-
-    Raises RequestError or TokenizerError if the prompt cannot be read.
-    """
+def _read_prompt(state: WorkerState, task: ReadTask, body: bytes, parsed_body: ParsedBody) -> None:
+    """Set the tokenised prompt of a body in `parsed_body`. Raises RequestError or TokenizerError if that fails."""
+    tokenizer = state.tokenizers.get(task.checkpoint) if task.checkpoint else None
     if isinstance(tokenizer, TokenizerError):
         raise tokenizer
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
-    request = parse_routing_of_kind(task.kind, body)
+    request = parse_routing_of_kind(parsed_body.request.kind, body)
     renderer = None
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.keeps_messages_as_sent
         if task.makes_cache_entry and is_cacheable(request.kind, len(body)):
             renderer = BoundaryRenderer(tokenizer)
     prompt = tokenize_prompt(
-        request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.makes_outline
-    )
-    result.parsed_body.media = read_media(request, body)
-    result.parsed_body.first_message_digest = digest_first_user_message(request)
-    result.parsed_body.prompt = prompt  # last, so that a prompt with ids has the other facts too
-    if prompt.token_ids is None and task.remote_model is not None:
-        tokenize_request = build_tokenize_request(request, task.remote_model)
-        further_tokens = count_further_tokens(request, tokenizer)
-        return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
+        request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.makes_outline,
+        remote_model=task.remote_model,
+    )  # fmt: skip
     if prompt.token_ids is not None and not isinstance(prompt.token_ids, array):
         prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # smaller than a list when sent to the router
-    return result
+    parsed_body.media = read_media(request, body)
+    parsed_body.first_message_digest = digest_first_user_message(request)
+    parsed_body.prompt = prompt  # last, so that a prompt with ids has the other facts too

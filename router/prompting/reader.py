@@ -23,16 +23,14 @@ from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
 from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import (
-    build_tokenize_request,
-    count_further_tokens,
     is_light,
     measure_prompts,
     truncate_prompt,
 )
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
-from router.prompting.parsed_body import ParsedBody, PromptTarget, TokenizedPrompt, tokenize_prompt
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadResult, ReadTask
+from router.prompting.parsed_body import BodyToRead, ParsedBody, PromptTarget, TokenizedPrompt, tokenize_prompt
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 
 log = logging.getLogger("router")
 
@@ -49,24 +47,6 @@ def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool
     template = None if tokenizer is None else tokenizer.chat_template
     is_chat = request.kind == "chat" or request.source is not None
     return is_chat and template is not None and not template.is_bounded
-
-
-class BodyToRead(msgspec.Struct, frozen=True, eq=False):
-    """A client's body that is to be read."""
-
-    pieces: tuple[bytes, ...]
-    kind: ApiKind | None
-    """API of the body's path; None if the body decides."""
-    find_target: Callable[[RoutingRequest], PromptTarget]
-    """Finds the model that a request is for."""
-    is_wanted: Callable[[], bool]
-    """Whether the client is still connected."""
-    tenant: str
-    needs_opening: bool = False
-    """Whether the conversation's beginning may decide the model, as with canaries."""
-
-    def join(self) -> bytes:
-        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 class PromptReader:
@@ -109,8 +89,9 @@ class PromptReader:
 
         The ids of a cached conversation are used, unless `needs_opening`. Raises RequestError for a malformed body.
         """
-        kind, body_bytes = body_to_read.kind, sum(map(len, body_to_read.pieces))
-        if body_to_read.needs_opening or kind is None or not self.conversations.may_have(kind, body_bytes):
+        kind = body_to_read.kind
+        may_continue = kind is not None and self.conversations.may_have(kind, body_to_read.byte_count)
+        if kind is None or not may_continue or body_to_read.needs_opening:
             return self._begin_whole_read(body_to_read)
         data = body_to_read.join()
         matches = self.conversations.find(kind, data)
@@ -161,11 +142,8 @@ class PromptReader:
 
     async def _tokenize_at_worker(self, request: RoutingRequest, target: PromptTarget) -> TokenizedPrompt:
         """Tokenise the prompt of a small body by asking an engine, unless the body has token ids."""
-        prompt = self.tokenize(request, None, target.tokens_max)
-        if prompt.token_ids is None:
-            tokenize_request = build_tokenize_request(request, target.base_model)
-            further_tokens = count_further_tokens(request, None)
-            await self._ask_worker(prompt, tokenize_request, request, target, further_tokens)
+        prompt = self.tokenize(request, None, target.tokens_max, remote_model=target.base_model)
+        await self._ask_worker(prompt, request, target)
         return prompt
 
     @staticmethod
@@ -173,23 +151,15 @@ class PromptReader:
         parsed_body.prompt = await prompt
         return parsed_body
 
-    async def _ask_worker(
-        self,
-        prompt: TokenizedPrompt,
-        tokenize_request: bytes | None,
-        request: RoutingRequest,
-        target: PromptTarget,
-        further_tokens: Sequence[int],
-    ) -> None:
-        """Set the token ids and the size of a prompt by asking a worker, which has the model's tokenizer.
-
-        `further_tokens`: number of tokens of each prompt of the body after the first.
-        """
-        started_s = time.perf_counter()
+    async def _ask_worker(self, prompt: TokenizedPrompt, request: RoutingRequest, target: PromptTarget) -> None:
+        """Set the token ids and the size of a prompt by asking a worker, if the prompt has a request to one."""
         remote = self.tokenizers.remote
-        ids = None if remote is None else await remote.tokenize(tokenize_request, target.base_model)
+        if prompt.tokenize_request is None or remote is None:
+            return
+        started_s = time.perf_counter()
+        ids = await remote.tokenize(prompt.tokenize_request, target.base_model)
         prompt.token_ids = truncate_prompt(ids, request, target.tokens_max)
-        prompt.size = measure_prompts(ids, request, target.tokens_max, further_tokens)
+        prompt.size = measure_prompts(ids, request, target.tokens_max, prompt.further_tokens)
         prompt.seconds = time.perf_counter() - started_s
 
     async def _tokenize_in_process(
@@ -209,7 +179,7 @@ class PromptReader:
         task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            result = await self._read_in_process(body_to_read, task.kind, lambda _: task)
+            result = await self.worker_pool.read(body_to_read, lambda _: task)
             self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
             prompt = result.parsed_body.prompt
         except RequestError as error:  # too many bodies wait, or the client has left
@@ -227,34 +197,23 @@ class PromptReader:
 
     async def _read_large(self, body_to_read: BodyToRead) -> ParsedBody:
         """Read a large body in a worker process; if only an engine has the tokenizer, ask it for the token ids."""
-        targets: list[PromptTarget] = []  # the model, once the process has found the body's fields
+        target: PromptTarget | None = None
 
         def make_task(request: RoutingRequest) -> ReadTask:
+            nonlocal target
             target = body_to_read.find_target(request)
-            targets.append(target)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
             task.makes_cache_entry = self.conversations.get_renderer(target.base_model) is not None
             return task
 
         started_s = time.perf_counter()
-        result = await self._read_in_process(body_to_read, body_to_read.kind, make_task)
-        parsed_body = result.parsed_body
-        prompt = parsed_body.prompt
-        if result.tokenize_request is not None:
-            request, target = parsed_body.request, targets[0]
-            await self._ask_worker(prompt, result.tokenize_request, request, target, result.further_tokens)
-        prompt.seconds = time.perf_counter() - started_s
-        if prompt.conversation is not None:
+        parsed_body = (await self.worker_pool.read(body_to_read, make_task)).parsed_body
+        assert target is not None
+        await self._ask_worker(parsed_body.prompt, parsed_body.request, target)
+        parsed_body.prompt.seconds = time.perf_counter() - started_s
+        if parsed_body.prompt.conversation is not None:
             parsed_body.body = body_to_read.join()
         return parsed_body
-
-    def _read_in_process(
-        self, body_to_read: BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
-    ) -> Coroutine[Any, Any, ReadResult]:
-        return self.worker_pool.read(
-            body_to_read.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant,
-            needs_opening=body_to_read.needs_opening,
-        )  # fmt: skip
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -288,22 +247,36 @@ class PromptReader:
         if target.base_model != continuation.conversation.model:
             return self._begin_whole_read(body_to_read)
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
-            task = asyncio.get_running_loop().create_task(self._check(continuation, body))
+            checked_body = msgspec.structs.replace(body_to_read, pieces=(body,), is_wanted=lambda: True, tenant="")
+            task = asyncio.get_running_loop().create_task(self._check(continuation, checked_body))
             self._check_tasks.add(task)
             task.add_done_callback(self._check_tasks.discard)
-        return ParsedBody.make_continued(continuation, body, target.tokens_max)
+        token_ids, request = continuation.token_ids, continuation.request
+        prompt = TokenizedPrompt(
+            token_ids=truncate_prompt(token_ids, request, target.tokens_max),
+            seconds=continuation.read_s,
+            conversation=continuation.cache_entry,
+            size=measure_prompts(token_ids, request, target.tokens_max),
+        )
+        return ParsedBody(
+            request,
+            prompt,
+            body=b"" if prompt.conversation is None else body,
+            first_message_digest=continuation.conversation.first_message_digest,
+            continuation=continuation,
+        )
 
-    async def _check(self, continuation: Continuation, body: bytes) -> None:
+    async def _check(self, continuation: Continuation, body_to_read: BodyToRead) -> None:
         """Compare the token ids of a continued prompt with those of the whole body, which is read in the background."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
+        body = body_to_read.join()
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
             prompt = await self.run_in_thread(lambda: self.tokenize(parse_routing_of_kind(kind, body), tokenizer))
         else:
             task = self.make_task(model, kind, None)
             try:
-                result = await self.worker_pool.read((body,), kind, lambda _: task, is_wanted=lambda: True)
-                prompt = result.parsed_body.prompt
+                prompt = (await self.worker_pool.read(body_to_read, lambda _: task)).parsed_body.prompt
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
@@ -314,7 +287,7 @@ class PromptReader:
 
     def tokenize(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
-        renderer: BoundaryRenderer | None = None,
+        renderer: BoundaryRenderer | None = None, remote_model: str | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
         """Tokenise the prompt of a request for routing, and measure the time. Thread-safe.
 
@@ -325,8 +298,9 @@ class PromptReader:
             return TokenizedPrompt()
         makes_outline = self._makes_outlines and renderer is not None
         work = partial(
-            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline
-        )
+            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline,
+            remote_model=remote_model,
+        )  # fmt: skip
         prompt, read_s = self._run_timed(work)
         prompt = prompt or TokenizedPrompt()
         prompt.seconds = read_s
@@ -358,7 +332,6 @@ class PromptReader:
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             checkpoint = None
         return ReadTask(
-            kind=kind,
             checkpoint=checkpoint,
             tokens_max=tokens_max,
             remote_model=remote_model,

@@ -429,11 +429,11 @@ def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
 
 
 def read_in_process(task: ReadTask, body: bytes, tokenizer: Tokenizer) -> TokenizedPrompt:
-    """The prompt of a body as a worker process with a tokenizer reads it."""
+    """The prompt of a chat as a worker process with a tokenizer reads it."""
     state = WorkerState(None)
     assert task.checkpoint is not None
     state.tokenizers[task.checkpoint] = tokenizer
-    _inspect_body(state, (body,), task.kind)
+    _inspect_body(state, (body,), "chat")
     return _run_task(state, task).parsed_body.prompt
 
 
@@ -441,14 +441,13 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
-        task = ReadTask("chat", Checkpoint("folder"), None, None, False)
-        task.makes_cache_entry = True
+        task = ReadTask(Checkpoint("folder"), makes_cache_entry=True)
         assert (read_in_process(task, body, tokenizer).conversation is None) == (keep is not None)
 
 
 def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
     body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
-    task = ReadTask("chat", Checkpoint("folder"), makes_cache_entry=True, makes_outline=False)
+    task = ReadTask(Checkpoint("folder"), makes_cache_entry=True, makes_outline=False)
     prompt, reader = read_in_process(task, body, tokenizer), ConversationReader(1 << 20)
     assert prompt.outline is None
     assert prompt.conversation is not None

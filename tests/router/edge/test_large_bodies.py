@@ -19,7 +19,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, parse_routing
+from prompts.routing import ApiKind, RoutingRequest, parse_routing
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.edge.upstream import UpstreamConnection
 from router.http.body_pieces import PIECE_BYTES
@@ -35,6 +35,7 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
+from router.prompting.parsed_body import BodyToRead
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, WorkerState, _inspect_body, _run_task
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,8 +131,12 @@ def run(config: PromptWorkerConfig, work: Any) -> None:
 PROMPT = json.dumps({"model": "m", "prompt": list(range(1000))}).encode()
 
 
+def make_body(pieces: Any, kind: ApiKind | None, **more: Any) -> BodyToRead:
+    return BodyToRead(pieces, kind, **{"find_target": mock.Mock(), "is_wanted": lambda: True, **more})
+
+
 def ids_only(parsed: RoutingRequest) -> ReadTask:
-    return ReadTask(parsed.kind)
+    return ReadTask()
 
 
 def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make_post: Any) -> None:
@@ -159,7 +164,7 @@ def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):
-            made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
+            made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
             assert (made.request.model, len(made.prompt.token_ids or ())) == ("m", 1000)
             process = worker_pool.processes.processes[0].child
             assert process is not None
@@ -173,7 +178,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         (helper,) = worker_pool.processes.processes
         for _ in range(2):
-            made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
+            made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
             assert len(made.prompt.token_ids or ()) == 1000
             worker_pool.close_idle(helper.last_used_s + 59.9)
             assert helper.child is not None
@@ -196,13 +201,13 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
             monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 0.05)
-            return ReadTask(parsed.kind)
+            return ReadTask()
 
-        made = (await worker_pool.read((PROMPT,), "completion", stops, lambda: True)).parsed_body
+        made = (await worker_pool.read(make_body((PROMPT,), "completion"), stops)).parsed_body
         assert (made.request.model, made.prompt.token_ids) == ("m", None)
         assert worker_pool.counts["failed"] == 1
         monkeypatch.undo()
-        made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
+        made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
 
     run(PromptWorkerConfig(count=1, seconds_max=0.3), work)
@@ -213,13 +218,13 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 
     async def work(worker_pool: PromptWorkerPool) -> None:
         for needs_opening in (False, True):
-            made = await worker_pool.read((heavy,), "completion", ids_only, lambda: True, needs_opening=needs_opening)
+            made = await worker_pool.read(make_body((heavy,), "completion", needs_opening=needs_opening), ids_only)
             assert made.parsed_body.prompt.token_ids is None, "the helper has no room for so many"
-        made = (await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)).parsed_body
+        made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
-            asyncio.ensure_future(worker_pool.read(spaces, None, ids_only, lambda: True, f"key {number}"))
+            asyncio.ensure_future(worker_pool.read(make_body(spaces, None, tenant=f"key {number}"), ids_only))
             for number in range(5)
         ]
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -227,7 +232,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
         assert [error.status for error in refused] == [503, 503]
         assert worker_pool.waiting_bytes == 0
         with pytest.raises(RequestError, match="left"):
-            await worker_pool.read((PROMPT,), None, ids_only, lambda: False)
+            await worker_pool.read(make_body((PROMPT,), None, is_wanted=lambda: False), ids_only)
 
     run(PromptWorkerConfig(count=1, memory_mb=160, waiting_mb=38), work)
 
@@ -304,7 +309,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))
 
         async def work(worker_pool: PromptWorkerPool) -> None:
-            made = (await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)).parsed_body
+            made = (await worker_pool.read(make_body(request.pieces, "completion"), ids_only)).parsed_body
             assert made.prompt.token_ids is None
 
         assert allocated_bytes(lambda: run(PromptWorkerConfig(count=1), work)) < bytes_max
@@ -391,7 +396,7 @@ def test_a_helper_keeps_nothing_of_a_body_and_gives_no_half_of_a_prompt(monkeypa
     state = WorkerState(None)
     for token_count in (1000, 0):
         _inspect_body(state, (PROMPT,), "completion")
-        result = _run_task(state, ReadTask("completion"))
+        result = _run_task(state, ReadTask())
         assert len(result.parsed_body.prompt.token_ids or ()) == token_count
         assert (state.body, state.parsed_body) == (b"", None)
         monkeypatch.setattr(prompt_worker_pool, "read_media", read_media)

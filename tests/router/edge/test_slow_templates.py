@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from prompts.worker_pool import WorkerProcess, WorkerProcessError
 from router.prompting import reader
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.config import PromptWorkerConfig
+from router.prompting.parsed_body import BodyToRead
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, TemplateTrial
 from router.prompting.reader import TIMEOUTS_MAX
@@ -192,8 +194,9 @@ def test_a_chat_that_needs_too_much_memory_in_a_helper_costs_no_later_chat_its_p
     async def work(worker_pool: PromptWorkerPool) -> None:
         async def has_prompt(content: str) -> bool:
             body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-            task = ReadTask("chat", Checkpoint(folder))
-            result = await worker_pool.read((body,), "chat", lambda parsed: task, lambda: True)
+            task = ReadTask(Checkpoint(folder))
+            body_to_read = BodyToRead((body,), "chat", find_target=Mock(), is_wanted=lambda: True)
+            result = await worker_pool.read(body_to_read, lambda parsed: task)
             return result.parsed_body.prompt.token_ids is not None
 
         assert [await has_prompt(content) for content in ("hello", "long", "hello")] == [True, False, True]
@@ -251,7 +254,8 @@ def test_one_key_leaves_room_for_bodies_of_others() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         async def read(party: str) -> int:
             try:
-                await worker_pool.read(body, "other", lambda parsed: ReadTask(parsed.kind), lambda: True, party)
+                body_to_read = BodyToRead(body, "other", find_target=Mock(), is_wanted=lambda: True, tenant=party)
+                await worker_pool.read(body_to_read, lambda parsed: ReadTask())
             except RequestError as refused:
                 return refused.status
             return 200
