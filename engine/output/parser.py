@@ -13,7 +13,6 @@ from engine.output.formats import (
     CALL_FORMATS,
     FUNCTION_NAME,
     REASONING_FORMATS,
-    ReasoningFormat,
     ReasoningState,
     ToolCallFormat,
 )
@@ -79,10 +78,10 @@ class OutputParser:
         self._call_scanner = DelimiterScanner(() if call_format is None else call_format.open_markers)
         self._delta = DeltaBuilder(has_short_ids=call_format is not None and call_format.has_short_ids)
 
-        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
-        self._reasoning_state: ReasoningState = "after" if reasoning_format is None else config.initial_state
+        self._reasoning_state: ReasoningState = "after" if config.reasoning_format is None else config.initial_state
         self._reasoning_has_just_opened = False
-        self._steps = self._read_output(reasoning_format)
+        self._reasoning_steps = self._read_reasoning()
+        self._answer_steps = self._read_answer()
 
     @property
     def is_reasoning(self) -> bool:
@@ -97,7 +96,8 @@ class OutputParser:
         """Parse the next text. `may_stop`: whether a stop string may end the answer here, which min_tokens delays."""
         self._reasoning_has_just_opened = False
         if not self._has_reasoning_ended():
-            self._advance(text)
+            self._source.push(text)
+            next(self._reasoning_steps, None)
             if not self._has_reasoning_ended():
                 return
             text = self._source.take_all()
@@ -105,17 +105,19 @@ class OutputParser:
             text = self._stop_strings.flush() + text
         elif self._stop_strings is not None:
             text, self.stop_string = self._stop_strings.push(text, may_stop=may_stop)
-        self._advance(text)
+        self._source.push(text)
+        next(self._answer_steps)
 
     def finish(self) -> None:
         """Parse the end of the text. What looked like the beginning of a marker or of a stop string is text."""
         if not self._has_reasoning_ended():
             self._source.is_complete = True
-            next(self._steps)
+            next(self._reasoning_steps, None)
         elif self._stop_strings is not None:
-            self._advance(self._stop_strings.flush())
+            self._source.push(self._stop_strings.flush())
+            next(self._answer_steps)
         self._source.is_complete = True
-        next(self._steps, None)
+        next(self._answer_steps, None)
         self._delta.finish()
 
     def build_delta(self) -> ChoiceDelta:
@@ -130,56 +132,36 @@ class OutputParser:
     def _has_reasoning_ended(self) -> bool:
         return self._reasoning_state == "after"
 
-    def _advance(self, text: str) -> None:
-        """Give the parser more text, and let it read until it needs yet more."""
-        self._source.push(text)
-        next(self._steps)
-
-    def _read_output(self, reasoning_format: ReasoningFormat | None) -> Steps[None]:
-        """Read the whole answer: reasoning, then text and calls in turn. Yields once when the reasoning has ended."""
-        if reasoning_format is not None and self._reasoning_state != "after":
-            yield from self._read_reasoning(reasoning_format)
-            self._reasoning_state = "after"
-            yield
-        if self._call_format is None:
-            while True:
-                self._delta.add_plain_text(self._source.take_all())
-                if self._source.is_complete:
-                    return
-                yield
-        while (yield from self._read_text(self._call_format)):
-            yield from self._read_calls(self._call_format)
-
     # Reasoning --------------------------------------------------------------------------------------------------------
 
-    def _read_reasoning(self, reasoning_format: ReasoningFormat) -> Steps[None]:
+    def _read_reasoning(self) -> Steps[None]:
         """Read the reasoning, such as `<think>...</think>`, if the answer begins with it. Its markers are dropped.
 
-        In some formats a tool call ends the reasoning, too. The marker that opens the call is not taken then. Yields
-        whenever more text is needed.
+        In some formats a tool call ends the reasoning, too. The marker that opens the call is not taken then.
         """
-        source = self._source
-        has_open_marker = yield from self._read_open_marker(reasoning_format)
+        assert self.config.reasoning_format is not None, "without a format, an answer begins after its reasoning"
+        reasoning_format = REASONING_FORMATS[self.config.reasoning_format]
+        has_open_marker = yield from self._read_open_marker(reasoning_format.open_markers)
         if has_open_marker:
             self._reasoning_state = "inside"
             self._reasoning_has_just_opened = True
-        elif self._reasoning_state == "before":
-            return  # the answer has no reasoning
-        call_markers: tuple[str, ...] = ()
-        if reasoning_format.ends_at_call and self._call_format is not None:
-            call_markers = self._call_format.open_markers
-        end_scanner = DelimiterScanner((*reasoning_format.close_markers, *call_markers))
-        end_marker = yield from end_scanner.take_until(source, self._delta.add_reasoning)
-        if not end_marker:
-            self._delta.add_reasoning(source.take_all())
-        elif end_marker not in call_markers:
-            source.take_chars(len(end_marker))
+        if self._reasoning_state == "inside":
+            call_markers: tuple[str, ...] = ()
+            if reasoning_format.ends_at_call and self._call_format is not None:
+                call_markers = self._call_format.open_markers
+            end_scanner = DelimiterScanner((*reasoning_format.close_markers, *call_markers))
+            end_marker = yield from end_scanner.take_until(self._source, self._delta.add_reasoning)
+            if not end_marker:
+                self._delta.add_reasoning(self._source.take_all())
+            elif end_marker not in call_markers:
+                self._source.take_chars(len(end_marker))
+        self._reasoning_state = "after"
 
-    def _read_open_marker(self, reasoning_format: ReasoningFormat) -> Steps[bool]:
-        """Take the marker that opens reasoning, such as "<think>". Return False, and take nothing, for any other text.
+    def _read_open_marker(self, open_markers: tuple[str, ...]) -> Steps[bool]:
+        """Take the marker that opens reasoning, and white space before it. Return False, and take nothing, without one.
 
         The marker may come in pieces: after "<thi", this yields until more text has come; after "<the", it returns
-        False. White space before the marker is taken, too.
+        False.
         """
         source = self._source
         while True:
@@ -187,24 +169,31 @@ class OutputParser:
             space_chars = len(source.text) - len(text)
             if space_chars > SPACES_MAX:
                 return False
-            for marker in reasoning_format.open_markers:
+            for marker in open_markers:
                 if text.startswith(marker):
                     source.take_to(space_chars + len(marker))
                     return True
-            may_become_marker = any(marker.startswith(text) for marker in reasoning_format.open_markers)
-            if not may_become_marker:
-                return False
-            has_more = yield from source.wait_for_more()
-            if not has_more:
+            may_become_marker = any(marker.startswith(text) for marker in open_markers)
+            if not may_become_marker or not (yield from source.wait_for_more()):
                 return False
 
     # Text and tool calls ----------------------------------------------------------------------------------------------
+
+    def _read_answer(self) -> Steps[None]:
+        """Read what follows the reasoning: text and calls in turn."""
+        while self._call_format is None:
+            self._delta.add_plain_text(self._source.take_all())
+            if self._source.is_complete:
+                return
+            yield
+        while (yield from self._read_text(self._call_format)):
+            yield from self._read_calls(self._call_format)
 
     def _read_text(self, call_format: ToolCallFormat) -> Steps[bool]:
         """Read plain text up to a marker that may open a tool call. Return False if the text ends without one.
 
         From the marker on, `source` holds a copy of all that is taken. If no call follows, the copy becomes text after
-        all. Yields whenever more text is needed.
+        all.
         """
         source, delta = self._source, self._delta
         # In some formats an answer may begin with a call without any marker, such as `{"name": "f"}`.
@@ -229,7 +218,7 @@ class OutputParser:
         """Read consecutive tool calls and the markup around them, up to the first text that is neither.
 
         Examples are `<tool_call>{"name": "f"}</tool_call>` and `[f(a=1), g()]`. `source` holds a copy of what was taken
-        since the last call. If no call follows, the copy becomes text. Yields whenever more text is needed.
+        since the last call. If no call follows, the copy becomes text.
         """
         source = self._source
         has_call = False
