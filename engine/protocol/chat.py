@@ -11,7 +11,7 @@ from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
 from engine.protocol.logprobs import join_json_list
-from engine.protocol.openai import JsonObject, OpenAIFormatter, encoder
+from engine.protocol.openai import JsonObject, OpenAIFormatter
 from engine.types import TokenLogprobs
 from prompts import ChatRequest
 
@@ -19,7 +19,7 @@ from prompts import ChatRequest
 class ChatFormatter(OpenAIFormatter):
     """Formats the answer to a chat, whole or as the chunks of a stream."""
 
-    chunk_object = "chat.completion.chunk"
+    chunk_object, response_object = "chat.completion.chunk", "chat.completion"
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
         parser_config = generation.parser_config
@@ -41,12 +41,11 @@ class ChatFormatter(OpenAIFormatter):
                 return role_chunk
             if delta.reasoning and delta.text:  # each in a chunk of its own, as some clients read only one field
                 deltas = replace(delta, text=""), replace(delta, reasoning="")
-                chunks = [self._format_chunk(choice, self._make_chunk_choice(choice, part)) for part in deltas]
-                return role_chunk + b"".join(chunks)
-        return role_chunk + self._format_chunk(choice, self._make_chunk_choice(choice, delta))
+                return role_chunk + b"".join(self._format_delta_chunk(choice, part) for part in deltas)
+        return role_chunk + self._format_delta_chunk(choice, delta)
 
-    def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> JsonObject:
-        """Convert new text, reasoning and tool calls to the `choices` entry of a chat completion chunk."""
+    def _format_delta_chunk(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+        """Return one chunk with new text, reasoning and tool calls."""
         is_parsed_end = self._is_parsed and delta.finish_reason is not None
         has_other_fields = delta.reasoning or delta.tool_calls or is_parsed_end
         message: JsonObject = {}
@@ -56,37 +55,28 @@ class ChatFormatter(OpenAIFormatter):
             message |= _name_reasoning(delta.reasoning)
         if delta.tool_calls:
             message["tool_calls"] = [{"index": call.index, **_make_tool_call(call)} for call in delta.tool_calls]
-        return {
-            "index": choice.index,
-            "delta": message,
-            "logprobs": self._flush_logprobs(choice),
-            "finish_reason": _get_finish_reason(delta.finish_reason, choice),
-            **({} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}),
-            **self._show_ids(token_ids=delta.token_ids),
-        }
+        return self._format_chunk(choice, self._make_choice(choice, delta, delta=message))
 
-    def format_response(self) -> bytes:
-        """Return the whole answer."""
-        generation = self._generation
-        response = {
-            **generation.make_common_fields("chat.completion"),
-            "choices": [self._make_choice(choice) for choice in generation.choices],
-            "usage": generation.compute_usage(),
-            "system_fingerprint": None,
+    def _make_choice(self, choice: Choice, part: Choice | ChoiceDelta, **message: JsonObject) -> JsonObject:
+        """Return a whole choice with its `message`, or a delta of one with its `delta`."""
+        fields = {
+            "index": choice.index,
+            **message,
+            "logprobs": self._flush_logprobs(choice),
+            "finish_reason": _get_finish_reason(part.finish_reason, choice),
         }
+        if part.finish_reason is not None:
+            fields["stop_reason"] = part.stop_reason
+        return fields | self._show_ids(token_ids=part.token_ids)
+
+    def _make_response_fields(self) -> JsonObject:
+        fields = {}
         if self._prompt_logprobs:
-            response["prompt_logprobs"] = join_json_list(self._prompt_logprobs[generation.choices[0].index])
-        return encoder.encode(response | self._show_ids(prompt_token_ids=generation.prompts[0]))
+            fields["prompt_logprobs"] = join_json_list(self._prompt_logprobs[0])
+        return fields | self._show_ids(prompt_token_ids=self._generation.prompts[0])
 
-    def _make_choice(self, choice: Choice) -> JsonObject:
-        return {
-            "index": choice.index,
-            "message": self._make_message(choice),
-            "logprobs": self._flush_logprobs(choice),
-            "finish_reason": _get_finish_reason(choice.finish_reason, choice),
-            "stop_reason": choice.stop_reason,
-            **self._show_ids(token_ids=choice.token_ids),
-        }
+    def _make_whole_choice(self, choice: Choice) -> JsonObject:
+        return self._make_choice(choice, choice, message=self._make_message(choice))
 
     def _make_message(self, choice: Choice) -> JsonObject:
         """Return the message of a choice. Without text it has no content if there are calls, or if the model

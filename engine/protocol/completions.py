@@ -10,7 +10,7 @@ from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
 from engine.protocol.logprobs import PendingLogprobs, join_json_list
-from engine.protocol.openai import JsonObject, OpenAIFormatter, encoder
+from engine.protocol.openai import JsonObject, OpenAIFormatter
 from engine.types import TokenLogprobs
 from prompts import CompletionRequest
 
@@ -18,7 +18,7 @@ from prompts import CompletionRequest
 class CompletionFormatter(OpenAIFormatter):
     """Formats the answer to a completion request, whole or as the chunks of a stream."""
 
-    chunk_object = "text_completion"
+    chunk_object = response_object = "text_completion"
 
     def __init__(
         self, generation: Generation, body: CompletionRequest, factory: DetokenizerFactory, prompt_texts: Sequence[str]
@@ -36,21 +36,15 @@ class CompletionFormatter(OpenAIFormatter):
             return b""
         return self._format_chunk(choice, chunk_choice)
 
-    def format_response(self) -> bytes:
-        generation = self._generation
-        response = {
-            **self._common_fields,
-            "choices": [self._make_choice(choice, choice, is_first=True) for choice in generation.choices],
-            "usage": generation.compute_usage(),
-            "system_fingerprint": None,
-        }
-        return encoder.encode(response)
+    def _make_whole_choice(self, choice: Choice) -> JsonObject:
+        return self._make_choice(choice, choice, is_first=True)
 
     def _make_choice(self, choice: Choice, part: Choice | ChoiceDelta, *, is_first: bool) -> JsonObject:
         """Return a whole choice, or a delta of one. Before the first part comes what is echoed of the prompt."""
+        echoed_text = self._prompt_texts[choice.index // self._generation.n] if is_first else ""
         fields: JsonObject = {
             "index": choice.index,
-            "text": self._prepend_prompt(choice, part.text) if is_first else part.text,
+            "text": echoed_text + part.text,
             "logprobs": self._flush_logprobs(choice),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
@@ -61,9 +55,6 @@ class CompletionFormatter(OpenAIFormatter):
         if is_first:
             fields |= self._show_ids(prompt_token_ids=self._generation.get_choice_prompt(choice))
         return fields
-
-    def _prepend_prompt(self, choice: Choice, text: str) -> str:
-        return self._prompt_texts[choice.index // self._generation.n] + text
 
     def _format_prompt_position(self, choice: Choice, position: TokenLogprobs | None) -> None:
         if self._body.prompt_logprobs is not None:

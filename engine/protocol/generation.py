@@ -49,10 +49,6 @@ class Generation:
         """How the text of each choice is parsed."""
         return self.choices[0].parser.config
 
-    def make_common_fields(self, object: str) -> dict[str, Any]:
-        """Return the fields that every answer and every chunk of OpenAI's older APIs has. `object`: its type."""
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
-
     def get_choice_prompt(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 

@@ -35,7 +35,9 @@ class OpenAIFormatter:
     """
 
     chunk_object: ClassVar[str]
-    """OpenAI's name of a streamed chunk's type, for the field `object`."""
+    """Value of the field `object` of a streamed chunk."""
+    response_object: ClassVar[str]
+    """Value of the field `object` of a whole answer."""
 
     def __init__(
         self,
@@ -51,7 +53,12 @@ class OpenAIFormatter:
         generated tokens.
         """
         self._generation = generation
-        self._common_fields = generation.make_common_fields(self.chunk_object)
+        self._common_fields = {
+            "id": generation.id,
+            "object": self.chunk_object,
+            "created": generation.created,
+            "model": generation.model,
+        }
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
 
         # What a chunk of a stream shows.
@@ -89,6 +96,26 @@ class OpenAIFormatter:
     def _format_position(self, choice: Choice, position: TokenLogprobs) -> None:
         """Format the logprobs of a sampled token."""
         raise NotImplementedError
+
+    def format_response(self) -> bytes:
+        """Return the whole answer."""
+        response = {
+            **self._common_fields,
+            "object": self.response_object,
+            "choices": [self._make_whole_choice(choice) for choice in self._generation.choices],
+            "usage": self._generation.compute_usage(),
+            "system_fingerprint": None,
+            **self._make_response_fields(),
+        }
+        return encoder.encode(response)
+
+    def _make_whole_choice(self, choice: Choice) -> JsonObject:
+        """Return the entry of a finished choice in `choices`."""
+        raise NotImplementedError
+
+    def _make_response_fields(self) -> JsonObject:
+        """Return the fields that only this API has in a whole answer, beside its choices."""
+        return {}
 
     def format_end(self) -> bytes:
         """Return the bytes after the last delta: the usage if the request asks for it, and the end of the stream."""
