@@ -93,7 +93,18 @@ def make_generation(
     body, prompts = parsed_request.body, parsed_request.prompts
     # If a router moved a request here, its prompt ends with the tokens that another engine has already generated.
     answered_tokens = read_answered_tokens(body, prompts)
-    requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, constraint, kv_source)
+    requests: list[Request] = []
+    for prompt in prompts:
+        request = Request(
+            request_id=request_prefix,
+            token_ids=prompt,
+            params=make_sampling_params(body, limits, len(prompt) - answered_tokens, constraint),
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+            resumed_output_len=answered_tokens,
+            kv_source=kv_source,
+        )
+        requests += make_sample_requests(request, request_prefix, len(requests))
     choices = [
         Choice(
             index,
@@ -120,35 +131,6 @@ def make_generation(
         requests=requests,
         is_prompt_only=parsed_request.is_prompt_only or is_echo_only_request(body),
     )
-
-
-def _make_requests(
-    parsed_request: ParsedRequest,
-    answered_tokens: int,
-    id_prefix: str,
-    limits: ModelLimits,
-    constraint: Constraint | None,
-    kv_source: KVSource | None,
-) -> list[Request]:
-    """Return the engine's requests for all answers to all prompts of an HTTP request. Raises RequestError.
-
-    `answered_tokens`: number of tokens at the end of the prompt that another engine has generated.
-    """
-    body = parsed_request.body
-    requests: list[Request] = []
-    for prompt in parsed_request.prompts:
-        prompt_len = len(prompt) - answered_tokens
-        request = Request(
-            request_id=id_prefix,
-            token_ids=prompt,
-            params=make_sampling_params(body, limits, prompt_len, constraint),
-            cache_salt=body.cache_salt,
-            priority=body.priority or 0,
-            resumed_output_len=answered_tokens,
-            kv_source=kv_source,
-        )
-        requests += make_sample_requests(request, id_prefix, len(requests))
-    return requests
 
 
 def make_sample_requests(request: Request, id_prefix: str, first_choice_index: int) -> list[Request]:

@@ -89,9 +89,7 @@ def read_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list
     has_one_answer = len(prompts) == 1 and (request.n or 1) == 1
     if not has_one_answer or request.echo:
         raise bad_value("answered_tokens", answered_tokens, "one prompt of which one answer is to be continued")
-    max_tokens = request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        max_tokens = request.max_completion_tokens
+    _, max_tokens = _get_max_tokens(request)
     prompt_len = len(prompts[0])
     limit = min(prompt_len, max_tokens or prompt_len) - 1
     if answered_tokens > limit:
@@ -161,15 +159,20 @@ def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelL
     """Return how many tokens may be generated: the request's limit or the default, but no more than fit the context."""
     if is_echo_only_request(request):
         return 1  # the step that reads the prompt samples a token, which is dropped
-    name, max_tokens = "max_tokens", request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        name, max_tokens = "max_completion_tokens", request.max_completion_tokens
+    name, max_tokens = _get_max_tokens(request)
     if max_tokens is not None and max_tokens < 1:
         raise bad_value(name, max_tokens, "at least 1")
     remaining_context = limits.max_model_len - prompt_len
     if max_tokens is None:
         max_tokens = _get_default_max_tokens(request, limits) or remaining_context
     return min(max_tokens, remaining_context)
+
+
+def _get_max_tokens(request: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
+    """Return (field, value) of the request's limit on generated tokens."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
 
 
 def _get_default_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits) -> int | None:

@@ -170,7 +170,7 @@ def read_response(
 
 
 def _make_response_context(request: ResponsesRequest, body: ChatRequest) -> ResponseContext:
-    """Return the state of a Responses request that its answer needs. `body`: the chat that the request was made to."""
+    """Return what the answer needs of a request. `body`: the chat that the request was made to."""
     tools = make_client_tools(request.tools)
     return ResponseContext(
         messages=msgspec.json.encode(body.messages),
@@ -251,21 +251,18 @@ def _read_chat_body(
     reasoning_ids = reasoning_token_ids(parser_config, tokenizer)
     grammar_tools = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, limits, reasoning_ids, grammar_tools)
+    # Of the messages, the answer needs the last one's role, and its text if that is echoed.
+    last_message = body.messages[-1]
+    kept_message = {"role": last_message["role"]}
+    if body.echo and isinstance(last_message.get("content"), str):
+        kept_message["content"] = last_message["content"]
     return ParsedRequest(
-        body=_strip_large_fields(body, messages=[_keep_answered_fields(body)]),
+        body=_strip_large_fields(body, messages=[kept_message]),
         prompts=[prompt],
         parser_config=parser_config,
         constraint=constraint,
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
     )
-
-
-def _keep_answered_fields(body: ChatRequest) -> dict[str, Any]:
-    """Return the last message without fields that its answer does not need: the role stays, and text to be echoed."""
-    last_message = body.messages[-1]
-    content = last_message.get("content")
-    is_echoed = body.echo and isinstance(content, str)
-    return {"role": last_message["role"], **({"content": content} if is_echoed else {})}
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
@@ -284,7 +281,6 @@ def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tup
 
 
 def _find_token(texts: Sequence[str], tokenizer: Tokenizer) -> int | None:
-    """Return the id of the first text that is one token."""
     return next((token_id for token_id in map(tokenizer.token_to_id, texts) if token_id is not None), None)
 
 

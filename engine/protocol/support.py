@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from prompts.errors import bad_value, field_error
-from prompts.schemas import ChatRequest, CommonRequest, CompletionRequest, Json, is_media
+from prompts.schemas import ChatRequest, CompletionRequest, Json, is_media
 
 
 def check_supported(request: ChatRequest | CompletionRequest) -> None:
     """Raise RequestError for the first field that the engine does not support."""
-    _check_common(request)
-    if isinstance(request, ChatRequest):
-        _check_chat(request)
-        return
-    if request.suffix:
-        raise bad_value("suffix", request.suffix, "no suffix: insertion is not supported")
-    if request.prompt_embeds is not None:
-        raise field_error("prompt_embeds", "embeddings as prompts are not supported")
-    if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
-        raise field_error("echo", "not supported together with stream, logprobs and n > 1")
-
-
-def _check_common(request: CommonRequest) -> None:
-    """Raise RequestError for an unsupported field that chats and completions share."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_value("best_of", request.best_of, f"n ({request.n or 1}): choosing the best is not supported")
     if request.use_beam_search:
@@ -32,14 +18,18 @@ def _check_common(request: CommonRequest) -> None:
     for name in ("allowed_token_ids", "bad_words", "logits_processors"):
         if getattr(request, name):
             raise field_error(name, "not supported")
-
-
-def _check_chat(request: ChatRequest) -> None:
-    """Raise RequestError for media in a message, or a template of the client's own."""
-    for index, message in enumerate(request.messages):
-        refuse_media(f"messages[{index}].content", message.get("content"), "text")
-    if request.chat_template is not None:  # a template is a program that could run for long
-        raise field_error("chat_template", "this server does not take templates from requests")
+    if isinstance(request, ChatRequest):
+        for index, message in enumerate(request.messages):
+            refuse_media(f"messages[{index}].content", message.get("content"), "text")
+        if request.chat_template is not None:  # a template is a program that could run for long
+            raise field_error("chat_template", "this server does not take templates from requests")
+        return
+    if request.suffix:
+        raise bad_value("suffix", request.suffix, "no suffix: insertion is not supported")
+    if request.prompt_embeds is not None:
+        raise field_error("prompt_embeds", "embeddings as prompts are not supported")
+    if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
+        raise field_error("echo", "not supported together with stream, logprobs and n > 1")
 
 
 def refuse_media(param: str, content: Json, text_type: str) -> None:
