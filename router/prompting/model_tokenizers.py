@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Final, Protocol
 
@@ -14,7 +15,6 @@ import aiohttp
 import msgspec
 
 from prompts.chat_rendering import render_chat
-from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Checkpoint, Tokenizer, TokenizerError, find_checkpoint
@@ -26,6 +26,8 @@ from router.prompting.prompt_worker_pool import PromptWorkerPool
 
 log = logging.getLogger("router")
 
+TIMEOUTS_MAX: Final = 3
+"""Timeouts of a template in a row after which its model's chats are not read any more."""
 RENDER_S_MAX: Final = 0.1
 """CPU time of a chat template in this process, where other requests wait for it; most take a millisecond."""
 _PROBE_CHAT: Final = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b",
@@ -132,6 +134,24 @@ class RemoteTokenizer:
             return None
 
 
+@dataclass(eq=False)
+class LoadedTokenizer:
+    """The tokenizer of a base model, and what has been found out about its chat template."""
+
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    """Files that the tokenizer was loaded from, as they were then."""
+    has_render_mode_of_worker: bool = False
+    """Whether the template was switched to how a worker renders. Workers that differ later are logged."""
+    timeout_count: int = 0
+    """How many times in a row worker processes took too long to render the template."""
+
+    @property
+    def reads_chats(self) -> bool:
+        """Whether chats are still read, and not routed by load alone, as the template took too long."""
+        return self.timeout_count < TIMEOUTS_MAX
+
+
 class ModelTokenizers:
     """Tokenizers by base model. Loads them in threads, as a large vocabulary takes a second."""
 
@@ -158,28 +178,31 @@ class ModelTokenizers:
         self.remote: RemoteTokenizer | None = None
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
 
-        self.tokenizer_by_model: dict[str, Tokenizer] = {}
-        self.checkpoint_by_model: dict[str, Checkpoint] = {}
-        """Files that the tokenizers were loaded from, as they were then."""
+        self.loaded_by_model: dict[str, LoadedTokenizer] = {}
         self.problems: dict[str, str] = {}
         """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
         self._load_tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(model, folder) -> task that loads the tokenizer."""
-        self._compared_models: set[str] = set()
-        """Models with a template that was switched to how a worker renders. Workers that differ later are logged."""
 
     def get(self, model: str) -> Tokenizer | None:
         """Return the tokenizer of a base model, if it is loaded."""
-        return self.tokenizer_by_model.get(model)
+        loaded = self.loaded_by_model.get(model)
+        return None if loaded is None else loaded.tokenizer
 
-    def get_template(self, model: str) -> ChatTemplate | None:
-        """Return the chat template of a base model, if its tokenizer is loaded and has one."""
-        tokenizer = self.tokenizer_by_model.get(model)
-        return None if tokenizer is None else tokenizer.chat_template
+    def record_rendering(self, model: str, *, is_overdue: bool) -> None:
+        """Record whether a worker process took too long to render a template, and report a problem at the limit."""
+        loaded = self.loaded_by_model.get(model)
+        if loaded is None:  # its files were replaced meanwhile
+            return
+        loaded.timeout_count = loaded.timeout_count + 1 if is_overdue else 0
+        if loaded.timeout_count == TIMEOUTS_MAX:
+            problem = "its chat template takes too long; chats are routed by load alone"
+            self.problems[model] = problem
+            log.warning("model %s: %s", model, problem)
 
     def is_remote(self, model: str) -> bool:
         """Whether prompts of a base model are tokenised by workers and not by this process."""
-        return self.remote is not None and model not in self.tokenizer_by_model and self.remote.has_worker(model)
+        return self.remote is not None and model not in self.loaded_by_model and self.remote.has_worker(model)
 
     def remove_worker(self, url: str) -> None:
         """Ask a worker that has left for no more token ids."""
@@ -188,14 +211,12 @@ class ModelTokenizers:
 
     def is_replaced(self, model: str, checkpoint: Checkpoint) -> bool:
         """Whether a base model's tokenizer is of another checkpoint, and the command line did not name its folder."""
-        loaded = self.checkpoint_by_model.get(model)
-        return self._folder_override is None and loaded is not None and loaded != checkpoint
+        loaded = self.loaded_by_model.get(model)
+        return self._folder_override is None and loaded is not None and loaded.checkpoint != checkpoint
 
     def forget(self, model: str) -> None:
         """Drop a base model's tokenizer and the conversations that it has read, as its workers now have another one."""
-        self.tokenizer_by_model.pop(model, None)
-        self.checkpoint_by_model.pop(model, None)
-        self._compared_models.discard(model)
+        self.loaded_by_model.pop(model, None)
         self._conversations.forget(model)
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
@@ -205,10 +226,11 @@ class ModelTokenizers:
         tokenizer cannot be loaded here, the reason is stored in `problems`.
         """
         folder = self._folder_override or path
-        if folder is not None and model not in self.tokenizer_by_model:
+        if folder is not None and model not in self.loaded_by_model:
             await asyncio.shield(self._begin_load(model, folder))
-        if model in self.tokenizer_by_model:
-            await self._detect_render_mode(model, worker)
+        loaded = self.loaded_by_model.get(model)
+        if loaded is not None:
+            await self._detect_render_mode(model, loaded, worker)
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
@@ -244,8 +266,7 @@ class ModelTokenizers:
             log.warning("no tokenizer for %s: %s", model, error)
             return
         await self._try_template(model, tokenizer, checkpoint.folder)
-        self.tokenizer_by_model[model] = tokenizer
-        self.checkpoint_by_model[model] = checkpoint
+        self.loaded_by_model[model] = LoadedTokenizer(tokenizer, checkpoint)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, checkpoint.folder)
 
@@ -272,44 +293,40 @@ class ModelTokenizers:
             self._conversations.forbid(model, trial.problem)
             log.info("conversations of %s are read whole: %s", model, trial.problem)
 
-    async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
+    async def _detect_render_mode(self, model: str, loaded: LoadedTokenizer, worker: RemoteWorker) -> None:
         """Compare a chat's token ids with a worker's, to learn whether its transformers is older than version 5.23.
 
         From that version on, templates get messages without nulls, and reasoning under all its names. The first worker
         that does otherwise decides for all workers of the model.
         """
-        template = self.get_template(model)
+        template = loaded.tokenizer.chat_template
+        if self.remote is None or not worker.url or template is None or not template.is_bounded:
+            return
         request = parse_routing("/v1/chat/completions", _PROBE_CHAT)
-        tokenize_request = build_tokenize_request(request, model)
-        if self.remote is None or template is None or tokenize_request is None:
-            return
-        if not worker.url or not template.is_bounded:
-            return
-        new_ids = self._encode_probe(model, template, request, as_sent=False)
-        old_ids = self._encode_probe(model, template, request, as_sent=True)
-        if new_ids is None or old_ids is None or new_ids == old_ids:
+        ids_by_mode = {as_sent: _encode_probe(loaded.tokenizer, request, as_sent=as_sent) for as_sent in (False, True)}
+        if None in ids_by_mode.values() or ids_by_mode[False] == ids_by_mode[True]:
             return  # with this template, both versions give the same ids
+        tokenize_request = build_tokenize_request(request, model)
+        assert tokenize_request is not None
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
-        router_ids = old_ids if template.keeps_messages_as_sent else new_ids
-        if worker_ids is None or worker_ids == router_ids:
+        if worker_ids is None or worker_ids == ids_by_mode[template.keeps_messages_as_sent]:
             return
-        if worker_ids not in (old_ids, new_ids) or model in self._compared_models:
+        if worker_ids not in ids_by_mode.values() or loaded.has_render_mode_of_worker:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
-        template.keeps_messages_as_sent = worker_ids == old_ids
-        self._compared_models.add(model)
+        template.keeps_messages_as_sent = not template.keeps_messages_as_sent
+        loaded.has_render_mode_of_worker = True
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
-    def _encode_probe(
-        self, model: str, template: ChatTemplate, request: RoutingRequest, *, as_sent: bool
-    ) -> list[int] | None:
-        """Return the token ids of the probe chat, with its messages kept as sent or not; None if that fails."""
-        template_copy = copy.copy(template)
-        template_copy.keeps_messages_as_sent = as_sent
-        try:
-            text = render_chat(template_copy, request)
-            return self.tokenizer_by_model[model].encode(text, add_special_tokens=False)
-        except RequestError:
-            return None
-        finally:
-            template.is_bounded = template_copy.is_bounded
+
+def _encode_probe(tokenizer: Tokenizer, request: RoutingRequest, *, as_sent: bool) -> list[int] | None:
+    """Return the token ids of the probe chat, with its messages kept as sent or not; None if that fails."""
+    assert tokenizer.chat_template is not None
+    template = copy.copy(tokenizer.chat_template)
+    template.keeps_messages_as_sent = as_sent
+    try:
+        return tokenizer.encode(render_chat(template, request), add_special_tokens=False)
+    except RequestError:
+        return None
+    finally:
+        tokenizer.chat_template.is_bounded = template.is_bounded

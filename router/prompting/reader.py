@@ -36,8 +36,6 @@ log = logging.getLogger("router")
 
 WORKER_RENDER_S_MAX = 1.0
 """CPU time of a chat template in a worker process, where no other request waits for it."""
-TIMEOUTS_MAX = 3
-"""Timeouts of a template in a row after which its model's chats are not read any more."""
 
 T = TypeVar("T")
 
@@ -75,8 +73,6 @@ class PromptReader:
 
         self._check_tasks: set[asyncio.Task[None]] = set()
         """Background tasks that read a body whole, to check a prompt that was continued from the cache."""
-        self._timeouts: dict[str, int] = {}
-        """Model -> how many times in a row its chat template took too long."""
         self.cpu_s = 0.0
         """CPU time of rendering and encoding."""
         self.failure_count = 0
@@ -107,34 +103,28 @@ class PromptReader:
 
         The coroutine tokenises the prompt in a thread or in a worker process, or asks an engine for the token ids.
         """
-        pieces = body_to_read.pieces
-        if len(pieces) > 1 or not is_light(pieces[0]):
+        body = body_to_read.pieces[0]
+        if len(body_to_read.pieces) > 1 or not is_light(body):
             return self._read_large(body_to_read)
-        request, fields = parse_body(body_to_read.kind or "other", pieces[0])
+        request, fields = parse_body(body_to_read.kind or "other", body)
         if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = body_to_read.find_target(request)
         parsed_body = ParsedBody(request, TokenizedPrompt(), fields=fields)
         if request.kind == "other":
             return parsed_body
-        parsed_body.media = read_media(request, pieces[0])
-        tokenizer = self.tokenizers.get(target.base_model)
+        parsed_body.media = read_media(request, body)
         if self.tokenizers.is_remote(target.base_model):
             return self._await_prompt(parsed_body, self._tokenize_at_worker(request, target))
+        tokenizer = self.tokenizers.get(target.base_model)
         if _may_take_long(request, tokenizer):
             return self._await_prompt(parsed_body, self._tokenize_in_process(request, target, body_to_read))
-        return self._begin_local_read(parsed_body, pieces[0], target, tokenizer)
-
-    def _begin_local_read(
-        self, parsed_body: ParsedBody, body: bytes, target: PromptTarget, tokenizer: Tokenizer | None
-    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
-        """Tokenise the prompt of a parsed body: at once, or by a coroutine in a thread if the body is long."""
         renderer = self.conversations.get_renderer(target.base_model)
-        if renderer is not None and is_worth_caching(parsed_body.request, len(body)):
+        if renderer is not None and is_worth_caching(request, len(body)):
             parsed_body.body = body
         else:
             renderer = None
-        tokenize = partial(self.tokenize, parsed_body.request, tokenizer, target.tokens_max, parsed_body.body, renderer)
+        tokenize = partial(self.tokenize, request, tokenizer, target.tokens_max, parsed_body.body, renderer)
         if tokenizer is not None and len(body) > INLINE_BYTES_MAX:
             return self._await_prompt(parsed_body, self.run_in_thread(tokenize))
         parsed_body.prompt = tokenize()
@@ -167,33 +157,25 @@ class PromptReader:
     ) -> TokenizedPrompt:
         """Tokenise the prompt of a small body in a worker process, because its chat template may block this process.
 
-        The prompt has no ids if the template takes too long, or did so TIMEOUTS_MAX times in a row, or if the pool has
-        no room. Raises nothing.
+        The prompt has no ids if the template takes too long, or did so too often before, or if the pool has no room.
+        Raises nothing.
         """
         model = target.base_model
-        timeout_count = self._timeouts.get(model, 0)
-        if timeout_count >= TIMEOUTS_MAX:
-            return TokenizedPrompt()
-        started_s = time.perf_counter()
         prompt = TokenizedPrompt()
+        loaded = self.tokenizers.loaded_by_model.get(model)
+        if loaded is None or not loaded.reads_chats:
+            return prompt
+        started_s = time.perf_counter()
         task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
             result = await self.worker_pool.read(body_to_read, lambda _: task)
-            self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
+            self.tokenizers.record_rendering(model, is_overdue=result.is_overdue)
             prompt = result.parsed_body.prompt
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
         prompt.seconds = time.perf_counter() - started_s
         return prompt
-
-    def _set_timeout_count(self, model: str, timeout_count: int) -> None:
-        """Store how many times in a row a model's template took too long, and report a problem at the limit."""
-        self._timeouts[model] = timeout_count
-        if timeout_count == TIMEOUTS_MAX:
-            problem = "its chat template takes too long; chats are routed by load alone"
-            self.tokenizers.problems[model] = problem
-            log.warning("model %s: %s", model, problem)
 
     async def _read_large(self, body_to_read: BodyToRead) -> ParsedBody:
         """Read a large body in a worker process; if only an engine has the tokenizer, ask it for the token ids."""
@@ -326,18 +308,14 @@ class PromptReader:
 
     def make_task(self, model: str, kind: ApiKind, tokens_max: int | None) -> ReadTask:
         """Return the task by which a worker process reads a body for a base model."""
-        remote_model = model if self.tokenizers.is_remote(model) else None
-        template = self.tokenizers.get_template(model)
-        checkpoint = self.tokenizers.checkpoint_by_model.get(model)
-        if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
-            checkpoint = None
-        return ReadTask(
-            checkpoint=checkpoint,
-            tokens_max=tokens_max,
-            remote_model=remote_model,
-            keeps_messages_as_sent=template is not None and template.keeps_messages_as_sent,
-            makes_outline=self._makes_outlines,
-        )
+        task = ReadTask(tokens_max=tokens_max, makes_outline=self._makes_outlines)
+        task.remote_model = model if self.tokenizers.is_remote(model) else None
+        loaded = self.tokenizers.loaded_by_model.get(model)
+        if loaded is not None and (kind == "completion" or loaded.reads_chats):
+            template = loaded.tokenizer.chat_template
+            task.checkpoint = loaded.checkpoint
+            task.keeps_messages_as_sent = template is not None and template.keeps_messages_as_sent
+        return task
 
     def close(self) -> None:
         """Cancel the background checks of continued prompts."""

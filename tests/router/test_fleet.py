@@ -779,8 +779,8 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 tokenizers = use_tokenizers(fleet, ModelTokenizers(executor, conversations, None))
 
                 def get_folder() -> str | None:
-                    checkpoint = tokenizers.checkpoint_by_model.get("base")
-                    return None if checkpoint is None else checkpoint.folder
+                    loaded = tokenizers.loaded_by_model.get("base")
+                    return None if loaded is None else loaded.checkpoint.folder
 
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: get_folder() == str(folders["old"]))
@@ -839,7 +839,7 @@ def test_new_files_in_a_folder_are_read_once_no_worker_has_the_old_ones(tmp_path
                 assert tokenizers.get("base") is old_tokenizer, "the worker has read the old files"
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
-                assert tokenizers.checkpoint_by_model["base"] == find_checkpoint(str(tmp_path))
+                assert tokenizers.loaded_by_model["base"].checkpoint == find_checkpoint(str(tmp_path))
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -901,7 +901,7 @@ def test_a_checkpoint_that_comes_to_this_machine_after_its_workers_have_started_
                 write_tokenizer(copying, 2048, 4096)
                 copying.rename(later)
                 await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
-                assert tokenizers.checkpoint_by_model["base"].folder == str(later)
+                assert tokenizers.loaded_by_model["base"].checkpoint.folder == str(later)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.decide.core import RouterCore
 from router.decide.placement import RequestPlacer
 from router.edge.exchange import Exchange
@@ -34,6 +34,7 @@ from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 from router.metrics import Metrics
+from router.prompting.model_tokenizers import LoadedTokenizer
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
@@ -383,7 +384,9 @@ def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, na
                 answers = await edge.exchange(make_post(body, path, close=False) + make_post(body, path))
                 assert answers.count(b"HTTP/1.1 ") == 2
                 assert set(re.findall(rb"HTTP/1.1 (\d+)", answers)) <= {b"200", b"400"}
-            edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
+            edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(
+                Tokenizer.load(tmp_path), Checkpoint(str(tmp_path))
+            )
         assert not edge.metrics.crashes
 
     edge.run(scenario())

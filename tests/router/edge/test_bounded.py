@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.admin.dashboard import Dashboard
 from router.app.accounting import RequestAccounting
 from router.decide import cache_state
+from router.prompting.model_tokenizers import LoadedTokenizer
 
 WARM, MORE = 1000, 1000
 """Requests before the first look (what is bounded is full then) and between it and the second: what grows with the
@@ -76,7 +77,9 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.start(policy="kv", core={"session_affinity": True, "sessions_max": 100})
         await edge.worker(edge.reply(b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'))
         await edge.worker(edge.reply(status=b"500 Oops"))
-        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(
+            Tokenizer.load(tmp_path), Checkpoint(str(tmp_path))
+        )
         dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
         dashboard.register(edge.routes)
         edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)

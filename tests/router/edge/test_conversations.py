@@ -111,7 +111,7 @@ def test_conversations_of_a_replaced_tokenizer_are_read_with_the_new_one(
         conversations.cache.store(late_conversation, late_body)  # its body was still being read
         await tokenizers.discover("tiny", str(upgraded), SimpleNamespace(url="", sends_api_key=False))
         assert len(conversations.cache) == 0
-        assert tokenizers.checkpoint_by_model["tiny"].folder == str(upgraded)
+        assert tokenizers.loaded_by_model["tiny"].checkpoint.folder == str(upgraded)
         assert await send(edge, make_post, long_talk(9)) == 1
         assert conversations.cache.hits == 0
         assert conversations.problems == {}

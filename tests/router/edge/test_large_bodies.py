@@ -35,6 +35,7 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
+from router.prompting.model_tokenizers import LoadedTokenizer
 from router.prompting.parsed_body import BodyToRead
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, WorkerState, _inspect_body, _run_task
 
@@ -79,8 +80,7 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
 
     async def scenario() -> None:
         await edge.start(policy="kv")
-        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = tokenizer
-        edge.prompts.tokenizers.checkpoint_by_model["tiny"] = Checkpoint(str(tmp_path))
+        edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(tokenizer, Checkpoint(str(tmp_path)))
         worker = await edge.worker(edge.reply(), max_model_len=1_000_000)
         routed = []
         edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route))

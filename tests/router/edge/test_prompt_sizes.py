@@ -13,6 +13,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import describe_context_overflow
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.prompting import encode
+from router.prompting.model_tokenizers import LoadedTokenizer
 
 LIMIT = 4096
 WORDS = "one two three four five "
@@ -33,10 +34,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 async def start(edge: Any, tokenizer: Tokenizer, folder: Path, **settings: Any) -> Any:
     await edge.start(policy="kv", **settings)
-    edge.prompts.tokenizers.tokenizer_by_model["tiny"], edge.prompts.tokenizers.checkpoint_by_model["tiny"] = (
-        tokenizer,
-        Checkpoint(str(folder)),
-    )
+    edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(tokenizer, Checkpoint(str(folder)))
     return await edge.worker(edge.reply(), max_model_len=LIMIT)
 
 

@@ -26,6 +26,7 @@ from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
+from router.prompting.model_tokenizers import LoadedTokenizer
 from router.prompting.sessions import digest_first_user_message
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
@@ -92,8 +93,9 @@ def router(edge: Any, tmp_path: Path) -> Any:
         (worker,) = edge.core.workers.values()
         models = (ServedModel("tiny", "tiny", max_model_len=100_000),)
         edge.core.add_worker(replace(worker.spec, models=models), 0.0)
-        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
-        edge.prompts.tokenizers.checkpoint_by_model["tiny"] = Checkpoint(str(tmp_path))
+        edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(
+            Tokenizer.load(tmp_path), Checkpoint(str(tmp_path))
+        )
         reasons = MissReasonsRecorder(
             MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.proxy,
@@ -459,7 +461,7 @@ def test_a_body_that_returns_is_explained_like_another(
         for max_bytes in (0, 8 << 20):
             edge.prompts.conversations = known = ConversationReader(max_bytes)
             if max_bytes:
-                known.allow("tiny", BoundaryRenderer(edge.prompts.tokenizers.tokenizer_by_model["tiny"]))
+                known.allow("tiny", BoundaryRenderer(edge.prompts.tokenizers.get("tiny")))
             reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.count_common_tokens)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):

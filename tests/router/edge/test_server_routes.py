@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.app.accounting import RequestAccounting
 from router.app.guard import AdminGuard
 from router.decide.workers import ServedModel
 from router.http.config import ClientTimeouts, HttpLimits
+from router.prompting.model_tokenizers import LoadedTokenizer
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -389,7 +390,9 @@ def test_a_clients_own_template_is_never_run(edge: Any, make_post: Any, tmp_path
 
     async def scenario() -> None:
         await edge.start(policy="kv")
-        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts.tokenizers.loaded_by_model["tiny"] = LoadedTokenizer(
+            Tokenizer.load(tmp_path), Checkpoint(str(tmp_path))
+        )
         worker = await edge.worker(edge.reply(b"{}", status=b"400 No"))
         status, headers, _ = parts(await edge.exchange(make_post(json.dumps(body).encode())))
         assert (status, headers["x-blockcast-predicted-cached-tokens"]) == (400, "0")

@@ -21,10 +21,10 @@ from prompts.worker_pool import WorkerProcess, WorkerProcessError
 from router.prompting import reader
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.config import PromptWorkerConfig
+from router.prompting.model_tokenizers import TIMEOUTS_MAX
 from router.prompting.parsed_body import BodyToRead
 from router.prompting.placeholder_messages import NO_PLACEHOLDERS
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, TemplateTrial
-from router.prompting.reader import TIMEOUTS_MAX
 
 BODY = {"messages": [{"role": "user", "content": "hello there"}]}
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -62,7 +62,7 @@ def test_a_template_that_took_too_long_is_rendered_by_a_helper_with_the_same_res
 
     async def scenario() -> None:
         routes = await start(edge, folder)
-        edge.prompts.tokenizers.get_template("bad").is_bounded = False
+        edge.prompts.tokenizers.get("bad").chat_template.is_bounded = False
         for _ in range(2):
             answer = await send_chat(edge, make_post, path=path.encode(), max_tokens=1)
             assert answer.startswith(b"HTTP/1.1 200")
@@ -87,7 +87,7 @@ def test_a_template_is_tried_again_if_the_process_of_its_trial_was_killed(
     async def scenario() -> None:
         monkeypatch.setattr(WorkerProcess, "call", fail_first)
         await start(edge, folder)
-        assert edge.prompts.tokenizers.get_template("bad").is_bounded is (failures == 1)
+        assert edge.prompts.tokenizers.get("bad").chat_template.is_bounded is (failures == 1)
 
     edge.run(scenario())
 
@@ -109,6 +109,28 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
         assert "too long" in edge.prompts.tokenizers.problems["bad"]
         assert edge.prompts.make_task("bad", "chat", None).checkpoint is None
         assert edge.prompts.make_task("bad", "completion", None).checkpoint.folder == folder
+
+    edge.run(scenario(), 60.0)
+
+
+def test_a_template_in_place_of_one_that_took_too_long_is_rendered_again(
+    edge: Any, make_post: Any, tmp_path: Path
+) -> None:
+    """Also the chats in large bodies, which worker processes read from the first on."""
+    long_chat = {"messages": [{"role": "user", "content": "hello there " * 9_000}]}
+
+    async def scenario() -> None:
+        routes = await start(edge, write_model(tmp_path / "old", USUAL))
+        tokenizers, worker = edge.prompts.tokenizers, SimpleNamespace(url="", sends_api_key=False)
+        for _ in range(TIMEOUTS_MAX):
+            tokenizers.record_rendering("bad", is_overdue=True)
+        assert "too long" in tokenizers.problems["bad"]
+        await send_chat(edge, make_post, **long_chat)
+        tokenizers.forget("bad")
+        await tokenizers.discover("bad", write_model(tmp_path / "new", USUAL), worker)
+        await send_chat(edge, make_post, **long_chat)
+        assert [route.token_ids is None for route in routes] == [True, False]
+        assert "bad" not in tokenizers.problems
 
     edge.run(scenario(), 60.0)
 
@@ -139,9 +161,9 @@ def test_a_template_is_first_rendered_by_a_helper(
         await edge.start()
         worker = SimpleNamespace(url="", sends_api_key=False)
         await edge.prompts.tokenizers.discover("bad", write_model(tmp_path, source), worker)
-        assert not edge.prompts.tokenizers.get_template("bad").is_bounded
+        assert not edge.prompts.tokenizers.get("bad").chat_template.is_bounded
         await edge.prompts.tokenizers.discover("usual", write_model(tmp_path, USUAL), worker)
-        assert edge.prompts.tokenizers.get_template("usual").is_bounded
+        assert edge.prompts.tokenizers.get("usual").chat_template.is_bounded
 
     edge.run(scenario(), 60.0)
 
