@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol, TypeGuard
 
-import msgspec
-
 from prompts.chat_template import ChatTemplate, Message
 from prompts.content_format import ContentFormat
-from prompts.schemas import TEXT_PARTS, is_media
+from prompts.schemas import TEXT_PARTS, decode_or_none, is_media
 
 MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
 """Private-use characters that no tokenizer and no sensible text has; the prompt's text ends before them."""
@@ -214,10 +212,7 @@ def convert_tool_call(call: Any) -> Any:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            arguments = {}
+        arguments = decode_or_none(arguments)
     if not isinstance(arguments, dict):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}

@@ -251,6 +251,14 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         raise make_nesting_error() from None
 
 
+def decode_or_none(text: str) -> Json:
+    """Return the value of a JSON text; None for `null`, and for a text that is no JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
 def make_nesting_error() -> RequestError:
     """Return the error for a body whose lists and objects are nested too deeply for Python."""
     return RequestError("the body is not usable JSON: it is nested too deeply")

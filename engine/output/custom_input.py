@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-import msgspec
+from prompts.schemas import decode_or_none
 
 _STRING_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _COMPLETE_CHARS = re.compile(r'(?:[^"\\]+|\\[^u]|\\u(?:[0-9a-fA-F]{4}|(?![0-9a-fA-F]{0,3}\Z)))*', re.DOTALL)
@@ -70,10 +70,7 @@ class CustomInputDecoder:
         """
         if self._is_in_string:
             return ""
-        try:
-            value = msgspec.json.decode(self._pending_text)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return self._pending_text
+        value = decode_or_none(self._pending_text)
         has_input = isinstance(value, dict) and isinstance(value.get("input"), str)
         return value["input"] if has_input else self._pending_text
 

@@ -11,11 +11,10 @@ import json
 import re
 from collections.abc import Callable
 
-import msgspec
-
 from engine.output.delta_builder import DeltaBuilder
 from engine.output.growing_text import SPACE, GrowingText, Steps
 from engine.output.schema_types import ParameterTypes
+from prompts.schemas import decode_or_none
 
 MAX_NAME_CHARS = 256
 NAME_PATTERN = re.compile(r"[\w.\-/$:@]+")
@@ -136,19 +135,14 @@ class _ObjectCall:
                 source.take_chars(1)
         if separator != "}":
             return False
-        was_streamed = self._delta.is_in_call
-        if not was_streamed and not self._add_whole_call(needs_arguments=needs_arguments):
-            return False
+        were_arguments_streamed = self._delta.is_in_call
+        if not were_arguments_streamed:
+            arguments = _complete_arguments(self._arguments_json, is_required=needs_arguments)
+            if not self._name or arguments is None:
+                return False
+            self._delta.begin_call(self._name)
+            self._delta.add_arguments(arguments)
         source.take_chars(1)
-        return True
-
-    def _add_whole_call(self, *, needs_arguments: bool) -> bool:
-        """Add a call whose arguments were not streamed. Return False if it has no name, or no valid arguments."""
-        arguments = _complete_arguments(self._arguments_json, is_required=needs_arguments)
-        if not self._name or arguments is None:
-            return False
-        self._delta.begin_call(self._name)
-        self._delta.add_arguments(arguments)
         return True
 
     def _read_member(self) -> Steps[bool]:
@@ -159,7 +153,7 @@ class _ObjectCall:
         """
         source = self._source
         key_json = yield from _collect_json_value(source)
-        key = None if key_json is None else _decode_string(key_json)
+        key = None if key_json is None else decode_or_none(key_json)
         if key not in _CALL_KEYS or key in self._seen_keys:
             return False
         is_arguments = key in _ARGUMENT_KEYS
@@ -184,7 +178,8 @@ class _ObjectCall:
         if is_arguments:
             self._arguments_json = value_json
         elif key == "name":
-            self._name = _decode_string(value_json) or ""
+            name = decode_or_none(value_json)
+            self._name = name if isinstance(name, str) else ""
             return bool(self._name)
         return True
 
@@ -240,13 +235,6 @@ def _skip_markers(source: GrowingText) -> Steps[bool]:
             source.take_chars(len(marker))
 
 
-def _decode_string(value_json: str) -> str | None:
-    try:
-        return msgspec.json.decode(value_json, type=str)
-    except (msgspec.MsgspecError, UnicodeError):
-        return None
-
-
 def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | None:
     """Return a tool call's arguments as the JSON text of an object; None if they are not an object.
 
@@ -258,9 +246,5 @@ def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | N
     if value_json == "null":
         return "{}"
     if value_json.startswith('"'):  # an object within a string
-        value_json = escape_control_chars(_decode_string(value_json) or "")
-    try:
-        value = msgspec.json.decode(value_json)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    return value_json if isinstance(value, dict) else None
+        value_json = escape_control_chars(decode_or_none(value_json) or "")
+    return value_json if isinstance(decode_or_none(value_json), dict) else None

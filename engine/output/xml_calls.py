@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import msgspec
-
 from engine.output.delta_builder import DeltaBuilder
 from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Steps
 from engine.output.json_calls import MAX_NAME_CHARS, escape_control_chars
 from engine.output.python_calls import encode_json, parse_literal
 from engine.output.schema_types import ParameterTypes, get_json_type
+from prompts.schemas import decode_or_none
 
 FUNCTION_MARKER = "<function="
 _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
@@ -251,10 +250,9 @@ def encode_as_types(value: str, types: tuple[str, ...]) -> str:
 def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
     """Return (type, JSON) of a value that is JSON, or a Python literal of one of `types`; None if it is neither."""
     value_json = escape_control_chars(text)
-    try:
-        return get_json_type(msgspec.json.decode(value_json)), value_json
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        pass
+    value = decode_or_none(value_json)
+    if value is not None or value_json == "null":
+        return get_json_type(value), value_json
     if text[:1] in ("{", "["):
         literal = parse_literal(text)
         if literal is not None and get_json_type(literal.value) in types:

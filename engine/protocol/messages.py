@@ -17,6 +17,7 @@ from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
 from prompts.errors import RequestError
+from prompts.schemas import decode_or_none
 
 JsonObject = dict[str, Any]
 _encoder = msgspec.json.Encoder()
@@ -120,12 +121,8 @@ def _make_content_block(block: ContentBlock, text: str) -> JsonObject:
 
 def parse_arguments(arguments: str) -> Raw:
     """Return a call's arguments as a JSON object; an empty one if they are no object, as in a call that was cut."""
-    try:
-        if isinstance(msgspec.json.decode(arguments), dict):
-            return Raw(arguments.encode())
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    return Raw(b"{}")
+    is_object = isinstance(decode_or_none(arguments), dict)
+    return Raw(arguments.encode() if is_object else b"{}")
 
 
 def get_stop_reason(choice: Choice) -> tuple[str | None, str | None]:
