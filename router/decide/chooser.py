@@ -17,19 +17,10 @@ from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
 from router.decide.messages import RouteRequest, TransferKind
 from router.decide.output_lengths import OutputLengths
-from router.decide.policy import (
-    CustomPolicy,
-    choose_cheapest,
-    choose_least_requests,
-    choose_random,
-    choose_round_robin,
-    choose_sticky,
-    make_sticky_key,
-)
+from router.decide.policy import CustomPolicy, choose_cheapest, choose_without_price
 from router.decide.price import (
     Candidate,
     RequestFacts,
-    TransferPlan,
     compute_congestion,
     find_shortest_wait_s,
     price_worker,
@@ -65,14 +56,9 @@ class RoutingChoice(msgspec.Struct, eq=False):
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
-    def find_candidate(self, target: Target, plan: TransferPlan | None) -> Candidate:
-        """Return the candidate with this target and plan."""
-        return next(candidate for candidate in self.candidates if candidate.target is target and candidate.plan is plan)
-
     def find_earliest(self) -> Candidate:
         """Return the candidate with the earliest first token, of those that can serve the request."""
-        able_candidates = (candidate for candidate in self.candidates if not candidate.is_missing_source)
-        return min(able_candidates, key=lambda candidate: candidate.terms.ttft_s)
+        return min(_drop_missing_source(self.candidates), key=lambda candidate: candidate.terms.ttft_s)
 
     def find_most_cached(self) -> Candidate:
         """Return the candidate with the longest cached prefix, without a transfer; the winner if none has a longer."""
@@ -152,7 +138,7 @@ class Chooser:
         targets: list[Target],
         now: float,
         *,
-        queued_ahead_s: Mapping[str, float] | None = None,
+        queued_ahead_s: Mapping[str, float],
         queued_s: float = 0.0,
         explain: bool = False,
         excluded_sources: frozenset[str] = frozenset(),
@@ -161,13 +147,12 @@ class Chooser:
 
         `targets`: workers that may answer; `explain` prices all of them even in a large pool. `excluded_sources`: names
         of workers from which no KV is moved to them. `queued_s`: seconds of prefill that wait in the router's queue;
-        `queued_ahead_s`: the part of it that will be sent before this request, by target.
+        `queued_ahead_s`: the part of it that will be sent before this request, by target. If the winner is missing a
+        source, there is no worker that could compute the prompt for it.
         """
         # Which targets may win, and from which others they could get KV.
         prompt = self._cache_state.prepare_query(request)
-        output_tokens = self._output_lengths.estimate_length(request)
         decay = self._tracker.compute_utilisation_decay(now)
-        facts = RequestFacts(now, request.prompt_tokens, output_tokens, decay)
         load_order: LoadOrder | None = None  # of a large pool; it accounts for neither media nor the router's queue
         has_media_or_queue = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
         if self._chooses_by_price and not has_media_or_queue:
@@ -176,26 +161,30 @@ class Chooser:
         shortlist, matches = self._cache_state.make_shortlist(targets, prompt, load_order, sources)
         best_sources = find_best_sources(sources, matches)
 
-        # The prices, and the winner.
-        facts.can_move_prefill = any(map(can_prefill, sources))
+        # Values that all prices depend on.
+        output_tokens = self._output_lengths.estimate_length(request)
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
         shortest_wait_s = find_shortest_wait_s(shortlist, now)
-        facts.congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, decay, self._cost_config)
+        congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, decay, self._cost_config)
+        facts = RequestFacts(now, request.prompt_tokens, output_tokens, decay, congestion)
+        facts.can_move_prefill = any(map(can_prefill, sources))
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist, best_sources)
-        choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
-        plans = self._plan_transfers(choice, sources, best_sources, matches) if sources else []
-        self._add_plans(choice, plans)
-        choice.winner = self._pick_winner(choice)
-        return self._explain(choice, targets, plans) if explain and shortlist is not targets else choice
 
-    def _explain(self, choice: RoutingChoice, targets: list[Target], plans: list[Candidate]) -> RoutingChoice:
-        """Return the same choice, with the prices also of the targets that are not on the shortlist."""
-        prompt, matches = choice.prompt_query, self._cache_state.match(choice.prompt_query)
-        explained_choice = self._price_targets(choice.request, choice.request_facts, prompt, targets, matches)
-        self._add_plans(explained_choice, plans)
-        explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
-        return explained_choice
+        # The prices, and the winner.
+        candidates = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
+        choice = RoutingChoice(request, candidates, candidates[0], facts, prompt)
+        if sources:
+            self._add_transfers(choice, sources, best_sources, matches)
+        choice.winner = self._pick_winner(choice)
+        if choice.winner.is_missing_source:
+            self._add_missing_source(choice, excluded_sources)
+        if explain and shortlist is not targets:
+            other_targets = [target for target in targets if target not in shortlist]
+            matches = self._cache_state.match(prompt)
+            other_candidates = self._price_targets(request, facts, prompt, other_targets, matches, queued_ahead_s)
+            choice.candidates += _drop_missing_source(other_candidates)
+        return choice
 
     def _find_sources(self, request: RouteRequest, excluded_sources: frozenset[str]) -> list[Target]:
         """Return the targets that KV of a request may be moved from.
@@ -207,30 +196,32 @@ class Chooser:
             return []
         return self._registry.find_sources(request, excluded_sources)
 
-    def _plan_transfers(
+    def _add_transfers(
         self,
         choice: RoutingChoice,
         sources: list[Target],
         best_sources: dict[Target, int],
         matches: dict[HolderId, Match],
-    ) -> list[Candidate]:
-        """Return the ways to serve a request in which one target sends KV to another one that answers.
+    ) -> None:
+        """Add the ways to serve a request in which one target sends KV to another one that answers.
 
         Either the answering target pulls a cached prefix from one of `best_sources`, each with the length of its own.
         Or one of `sources` computes the whole prompt first. `matches`: cached prefixes by the prefix index.
         """
-        planner = self._make_planner(choice)
-        plans = planner.plan_pulls(choice.candidates, best_sources)
-        if choice.request_facts.can_move_prefill:
-            least_busy = find_least_busy(sources, choice.request_facts.now)
-            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
-            priced_prefillers = self._price_prefills(choice, prefillers, matches)
-            plans += planner.plan_prefills(choice.candidates, priced_prefillers)
-        return plans
-
-    def _make_planner(self, choice: RoutingChoice) -> TransferPlanner:
         facts = choice.request_facts
-        return TransferPlanner(self._links, facts.prompt_tokens, facts.now)
+        planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now)
+        plans = planner.plan_pulls(choice.candidates, best_sources)
+        if facts.can_move_prefill:
+            least_busy = find_least_busy(sources, facts.now)
+            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
+            plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers, matches))
+        self._add_plans(choice, plans)
+
+    def _add_plans(self, choice: RoutingChoice, plans: list[Candidate]) -> None:
+        """Add priced plans to a choice, if there are any. Then targets that need a partner are no candidates alone."""
+        if plans:
+            self._price(plans, choice.request_facts)
+            choice.candidates = [*_drop_missing_source(choice.candidates), *plans]
 
     def _price_prefills(
         self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
@@ -241,51 +232,29 @@ class Chooser:
             candidates = [Candidate(target) for target in targets]
         else:
             candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, now)
-        request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
-        self._price(candidates, request_facts)
+        self._price(candidates, msgspec.structs.replace(choice.request_facts, output_tokens=0.0))
         return candidates
 
-    def _add_plans(self, choice: RoutingChoice, plans: list[Candidate]) -> None:
-        """Add the plans and their prices to a choice, and remove the targets that can serve nothing without a partner.
+    def _add_missing_source(self, choice: RoutingChoice, excluded_sources: frozenset[str]) -> None:
+        """Give a winner that cannot compute the prompt a source, a worker that sends it the KV, if there is any.
 
-        Some engines need a partner that computes the prompt, as SGLang's with a role do.
+        The source is the cheapest of the least busy workers. Workers that failed this request before, or a transfer to
+        the winner lately, are used only if there are no others.
         """
-        if not plans:
-            return
-        self._price(plans, choice.request_facts)
-        alone = [candidate for candidate in choice.candidates if not candidate.is_missing_source]
-        choice.candidates = [*alone, *plans]
-
-    def add_missing_source(self, choice: RoutingChoice, excluded_sources: frozenset[str]) -> bool:
-        """Complete a choice whose winner cannot compute the prompt: add the source, a worker that sends it the KV.
-
-        Changes `choice.winner` to the same worker with the source, and returns True. Returns False if no worker can be
-        the source. The source is the cheapest of the least busy workers. Those that failed this request before
-        (`excluded_sources`), or whose transfers to the winner failed lately, are used only if there are no others.
-        """
-        request, decoder, now = choice.request, choice.winner.target, choice.request_facts.now
-        sources = self._find_partners(request, decoder, excluded_sources)
-        if not sources:
-            sources = self._find_partners(request, decoder, excluded_sources=frozenset())
-        working_sources = [source for source in sources if not self._links.is_paused(source.name, decoder.name, now)]
-        least_busy_sources = find_least_busy(working_sources or sources, now)
-        priced_sources = self._price_prefills(choice, least_busy_sources, matches={})  # cached prefixes do not count
-        plans = self._make_planner(choice).plan_prefills([choice.winner], priced_sources, uses_paused_pairs=True)
-        if not plans:
-            return False
-        cheapest_plan = plans[0]
-        self._add_plans(choice, [cheapest_plan])
-        choice.winner = cheapest_plan
-        return True
-
-    def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:
-        """Return the targets that may compute a prompt for a target. Those of other engines are no partners."""
-        sources = self._registry.find_sources(request, excluded_sources)
-        return [
+        decoder, facts = choice.winner.target, choice.request_facts
+        sources = [
             source
-            for source in sources
-            if may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PREFILL)
+            for source in self._registry.find_sources(choice.request, excluded_workers=frozenset())
+            if may_transfer(source.transfer_facts, decoder.transfer_facts, TransferKind.PREFILL)
         ]
+        sources = [source for source in sources if source.worker_id not in excluded_sources] or sources
+        sources = [s for s in sources if not self._links.is_paused(s.name, decoder.name, facts.now)] or sources
+        priced_sources = self._price_prefills(choice, find_least_busy(sources, facts.now), matches={})
+        planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now)
+        plans = planner.plan_prefills([choice.winner], priced_sources, uses_paused_pairs=True)
+        if plans:
+            choice.winner = plans[0]
+            self._add_plans(choice, [choice.winner])
 
     def _add_shared_prefix(
         self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target], best_sources: dict[Target, int]
@@ -311,9 +280,9 @@ class Chooser:
         prompt: PromptQuery | None,
         targets: list[Target],
         matches: dict[HolderId, Match],
-        queued_ahead_s: Mapping[str, float] | None = None,
-    ) -> RoutingChoice:
-        """Return the priced targets of a request, each serving it without KV from others; the caller picks the winner.
+        queued_ahead_s: Mapping[str, float],
+    ) -> list[Candidate]:
+        """Return the priced targets of a request, each serving it without KV from others.
 
         `matches`: cached prefixes of the prompt by the prefix index. `queued_ahead_s`: prefill seconds by target that
         the router's queue will send before this request.
@@ -329,20 +298,15 @@ class Chooser:
                     candidate.cached_tokens = candidate.resident_tokens
         if request.media_conversation is not None:
             self._add_media_hits(request, candidates, facts.now)
-        self._price(candidates, facts, queued_ahead_s)
-        return RoutingChoice(request, candidates, candidates[0], facts, prompt)
-
-    def _price(
-        self,
-        candidates: list[Candidate],
-        request_facts: RequestFacts,
-        queued_ahead_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """Set the prices of candidates. `queued_ahead_s`: prefill that the queue will send before, by target."""
-        for candidate in candidates:
-            if queued_ahead_s is not None:
+        if queued_ahead_s:
+            for candidate in candidates:
                 candidate.queued_ahead_s = queued_ahead_s.get(candidate.target.name, 0.0)
-            candidate.terms = price_worker(candidate, request_facts, self._cost_config)
+        self._price(candidates, facts)
+        return candidates
+
+    def _price(self, candidates: list[Candidate], facts: RequestFacts) -> None:
+        for candidate in candidates:
+            candidate.terms = price_worker(candidate, facts, self._cost_config)
 
     def _pick_winner(self, choice: RoutingChoice) -> Candidate:
         """Return the candidate that session affinity or else the policy takes."""
@@ -356,22 +320,11 @@ class Chooser:
             return self._pick_cheapest(candidates) if index is None else candidates[index]
         if self._policy == "kv":
             return self._pick_cheapest(candidates)
-        return candidates[self._apply_policy(request, [candidate.target for candidate in candidates])]
+        targets = [candidate.target for candidate in candidates]
+        return candidates[choose_without_price(self._policy, request, targets, self.tie_rotation, self._rng)]
 
     def _pick_cheapest(self, candidates: list[Candidate]) -> Candidate:
         return candidates[choose_cheapest([candidate.terms.cost for candidate in candidates], self.tie_rotation)]
-
-    def _apply_policy(self, request: RouteRequest, targets: list[Target]) -> int:
-        """Return the index of the target that a policy without prices takes."""
-        rotation = self.tie_rotation
-        if self._policy == "round_robin":
-            return choose_round_robin(targets, rotation)
-        if self._policy == "random":
-            return choose_random(targets, self._rng)
-        sticky_key = make_sticky_key(request.session, request.token_ids) if self._policy == "sticky" else None
-        if sticky_key is not None:
-            return choose_sticky(targets, sticky_key)
-        return choose_least_requests(targets, rotation)
 
     def _find_session_candidate(
         self, request: RouteRequest, candidates: list[Candidate], now: float
@@ -401,11 +354,6 @@ class Chooser:
         placement = placements.get(key)
         return placement if placement is not None and now - placement.placed_at_s <= self._placement_ttl_s else None
 
-    def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
-        """Price the candidates again and pick one, now that the request's place in the queue is known."""
-        self._price(choice.candidates, choice.request_facts, queued_ahead_s)
-        choice.winner = self._pick_winner(choice)
-
     def commit(self, choice: RoutingChoice, now: float) -> None:
         """Record that a request is sent to the winner of a choice. Later ties, sessions and conversations need that."""
         self.tie_rotation += 1
@@ -415,6 +363,10 @@ class Chooser:
             self.session_placements[request.session] = placement
         if request.media_conversation is not None:
             self.media_placements[request.media_conversation, request.scope] = placement
+
+
+def _drop_missing_source(candidates: list[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if not candidate.is_missing_source]
 
 
 def _has_unmeasured_idle_target(targets: Sequence[Target]) -> bool:

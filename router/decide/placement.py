@@ -220,12 +220,16 @@ class RequestPlacer:
         `queued_ahead_s`: these prefill seconds, by target; None: look them up.
         """
         self._tracker.advance(now)
-        request, excluded_sources = active_request.request, active_request.excluded_sources
+        request = active_request.request
         candidates = self._registry.find_candidates(request, active_request.excluded_workers)
         if isinstance(candidates, Refuse):
             return candidates
         if waits_behind_queue and active_request.is_background:  # only idle workers, if there are any
             candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
+        if queued_ahead_s is None:
+            waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
+            position = active_request.queue_position
+            queued_ahead_s = self.queue.compute_prefill_ahead(position) if waits_behind_others else {}
         choice = self.chooser.choose(
             request,
             candidates,
@@ -233,19 +237,12 @@ class RequestPlacer:
             queued_ahead_s=queued_ahead_s,
             queued_s=self.queue.waiting_prefill_s,
             explain=active_request.wants_explanation,
-            excluded_sources=excluded_sources,
+            excluded_sources=active_request.excluded_sources,
         )
-        waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
-        if waits_behind_others and queued_ahead_s is None:
-            queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
-            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
-        if not choice.winner.is_missing_source:
-            return choice
-        # The chosen worker only decodes: another worker has to compute the prompt.
-        if self.chooser.add_missing_source(choice, excluded_sources):
-            return choice
-        message = "Every worker that could compute the prompt failed."
-        return Refuse(request.request_id, 502, "upstream_failed", message)
+        if choice.winner.is_missing_source:
+            message = "Every worker that could compute the prompt failed."
+            return Refuse(request.request_id, 502, "upstream_failed", message)
+        return choice
 
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Apply the limit on the time to the first token, if there is one; return a refusal if no worker can keep it.

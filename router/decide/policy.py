@@ -82,20 +82,27 @@ def _import_policy(name: str) -> Callable[[RouteRequest, list[Terms]], object]:
     return function
 
 
-def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
-    """Return the next index in turn; `rotation` counts up from choice to choice."""
-    return rotation % len(targets)
+def choose_without_price(
+    policy: str, request: RouteRequest, targets: Sequence[Target], rotation: int, rng: random.Random
+) -> int:
+    """Return the index of the target that a policy other than `kv` takes; `rotation` counts up from choice to choice.
+
+    The policy `sticky` takes the least busy target for a request that has neither a session nor a known prompt.
+    """
+    if policy == "round_robin":
+        return rotation % len(targets)
+    if policy == "random":
+        return rng.randrange(len(targets))
+    sticky_key = make_sticky_key(request.session, request.token_ids) if policy == "sticky" else None
+    if sticky_key is not None:
+        return choose_sticky(targets, sticky_key)
+    return choose_least_requests(targets, rotation)
 
 
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Return the index of the target with the fewest requests in flight, other routers' included; ties in turn."""
     request_counts = [target.load.request_count + target.peer_load.request_count for target in targets]
     return choose_cheapest(request_counts, rotation)
-
-
-def choose_random(targets: Sequence[Target], rng: random.Random) -> int:
-    """Return a uniformly random index."""
-    return rng.randrange(len(targets))
 
 
 def make_sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str | None:

@@ -22,6 +22,7 @@ from router.decide.policy import (
     choose_cheapest,
     choose_least_requests,
     choose_sticky,
+    choose_without_price,
     make_sticky_key,
 )
 from router.decide.price import (
@@ -321,10 +322,9 @@ def test_sticky_moves_only_what_it_must() -> None:
 
 
 def test_chance_is_an_argument() -> None:
-    from router.decide.policy import choose_random
-
     _, targets = tracker_of(4)
-    first_choices = [choose_random(targets, random.Random(7)) for _ in range(3)]
+    request = RouteRequest("r", "m", Scope("m"), None, 0)
+    first_choices = [choose_without_price("random", request, targets, i, random.Random(7)) for i in range(3)]
     assert first_choices == [first_choices[0]] * 3
 
 
