@@ -170,18 +170,12 @@ class CacheState:
         return candidates
 
     def add_request(
-        self,
-        request: InFlightRequest,
-        prompt: PromptQuery,
-        now: float,
-        *,
-        session: str | None = None,
-        is_pinned: bool = True,
+        self, request: InFlightRequest, prompt: PromptQuery, now: float, *, session: str | None = None
     ) -> None:
         """Record the prompt of a request that is sent to a target, so that it counts as cached there.
 
-        With `is_pinned`, the prompt counts as cached at once. Otherwise its KV comes from another worker, and the
-        caller calls `pin` when the KV has come. `session`: conversation of the request, if it has one.
+        If the request waits for KV from another worker, it counts once `pin` is called, when that KV has come.
+        `session`: conversation of the request, if it has one.
         """
         target = request.target
         keys = prompt.get_chunk_keys(self._chunk_tokens)
@@ -191,14 +185,14 @@ class CacheState:
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:  # the worker sends no events about its cache
             approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
-        elif is_pinned:
+        elif not request.is_waiting_for_kv:
             self.pin(request)
 
     def pin(self, request: InFlightRequest) -> None:
-        """Count the prompt of a request in flight as cached at its target."""
+        """Count the prompt of a request in flight, if it was read, as cached at its target."""
         prompt = request.prompt
-        assert prompt is not None
-        request.pin = self._index.pin(request.target.holder, prompt.prepared_ids, prompt.scope)
+        if prompt is not None:
+            request.pin = self._index.pin(request.target.holder, prompt.prepared_ids, prompt.scope)
 
     def end_request(
         self, request: InFlightRequest, now: float, *, is_computed: bool, ended_session: str | None = None

@@ -78,6 +78,7 @@ class RouterCore:
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
         self.cache_state = CacheState(index, config, recent_prompts or RecentPrompts())
+        self.tracker.on_kv_arrival = self.cache_state.pin
         self.registry = WorkerRegistry(index, self.tracker, self.cache_state, CircuitBreaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()

@@ -298,7 +298,8 @@ class RequestPlacer:
         in_flight = self._add_load(active_request, choice, now)
         # The attempt is set now: if a later step raises, `end_attempt` can undo those before it.
         attempt = active_request.attempt = Attempt(decision, in_flight)
-        self._add_prompt(in_flight, choice, now)
+        if choice.prompt_query is not None:
+            self._cache_state.add_request(in_flight, choice.prompt_query, now, session=choice.request.session)
         if decision.is_split:  # another worker computes the prompt, and then its KV moves here
             self._start_prefill_leg(attempt, choice.prompt_query, now)
         elif decision.transfer is not None:  # another worker has the KV cached
@@ -346,16 +347,6 @@ class RequestPlacer:
             candidate=winner,
             is_background=active_request.is_background,
         )
-
-    def _add_prompt(self, in_flight: InFlightRequest, choice: RoutingChoice, now: float) -> None:
-        """Count the prompt of an attempt, if it was read, as cached at its target: at once, or when its KV has come."""
-        prompt_query, session = choice.prompt_query, choice.request.session
-        if prompt_query is None:
-            return
-        is_pinned = choice.winner.plan is None
-        self._cache_state.add_request(in_flight, prompt_query, now, session=session, is_pinned=is_pinned)
-        if not is_pinned:
-            in_flight.on_arrival = self._cache_state.pin
 
     def _start_probe(self, request: RouteRequest, target: Target) -> None:
         """If the worker failed lately, let this request alone show whether the worker serves again."""

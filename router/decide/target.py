@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -98,8 +97,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Target that sends KV of the prompt; None: no KV comes from elsewhere."""
     is_background: bool = False
     """Whether its priority is so low that it waits in the router until a worker is idle."""
-    on_arrival: Callable[[InFlightRequest], None] | None = None
-    """Called with the request when the KV has come, or is no longer expected, unless the target was removed."""
     prefill_done_s: float = 0.0
     """Part of `prefill_s` that was computed before other requests went first."""
     phase: RequestPhase = RequestPhase.PREFILL

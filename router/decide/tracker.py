@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -94,6 +94,8 @@ class LoadTracker:
         """First tokens of requests that do not stream."""
         self._estimated_arrivals = _RequestTimetable()
         """Ends of the KV transfers that requests wait for."""
+        self.on_kv_arrival: Callable[[InFlightRequest], None] = lambda request: None
+        """Called with a request when its KV has come, or is no longer expected, unless the target was removed."""
 
         # Load that decays, load of other routers, and those that are told of changes.
         self._epoch_s: float | None = None
@@ -250,11 +252,10 @@ class LoadTracker:
     def _remove_prefill(self, request: InFlightRequest, now: float) -> None:
         """Stop counting the prefill of a request that ends without a first token."""
         target = request.target
-        if request.is_waiting_for_kv:
-            request.on_arrival = None  # the KV did not come
-            self.end_transfer(request, now)
         target.load.pending_prompt_tokens -= request.prompt_tokens
-        if target.prefill_queue.remove(request):
+        if request.is_waiting_for_kv:
+            self._uncount_transfer(request)
+        elif target.prefill_queue.remove(request):
             target.prefill_queue.oldest_since_s = now
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
@@ -274,19 +275,25 @@ class LoadTracker:
         if not request.is_waiting_for_kv:
             return
         target, queue = request.target, request.target.prefill_queue
-        if request.phase is RequestPhase.TRANSFER and request.source is not None:
-            request.source.load.outgoing_transfers -= 1
-            target.load.incoming_transfers -= 1
-            queue.arriving_prefill_s -= request.prefill_s
-            if not target.load.incoming_transfers:
-                queue.arriving_prefill_s = 0.0  # exactly, so that rounding never accumulates
+        self._uncount_transfer(request)
         request.phase = RequestPhase.PREFILL
         request.sent_at_s = now
         queue.record_progress(target.slowdown, now)
         queue.add(request)
-        if request.on_arrival is not None and self.targets.get(target.name) is target:
-            request.on_arrival(request)
+        if self.targets.get(target.name) is target:
+            self.on_kv_arrival(request)
         self._reprice_prefill(request, now)  # the target's speed may have been learned while the request waited
+
+    def _uncount_transfer(self, request: InFlightRequest) -> None:
+        """Stop counting a request's transfer at both ends, if the transfer is under way."""
+        if request.phase is not RequestPhase.TRANSFER:
+            return
+        assert request.source is not None
+        load, queue = request.target.load, request.target.prefill_queue
+        request.source.load.outgoing_transfers -= 1
+        load.incoming_transfers -= 1
+        # Exactly zero when none is left, so that rounding never accumulates.
+        queue.arriving_prefill_s = queue.arriving_prefill_s - request.prefill_s if load.incoming_transfers else 0.0
 
     def fail_transfer(self, request: InFlightRequest, cached_tokens: int, now: float) -> None:
         """Have the target of a request without a first token compute all but `cached_tokens`: its KV does not come."""
