@@ -187,7 +187,13 @@ def _restrict_to_turn(tool: _Tool, turn: ScriptTurn) -> _Tool:
     """Return a tool that takes only the arguments of a script's turn, or only declared ones if the turn has none."""
     if turn.arguments is None:
         return tool._replace(parameters=_forbid_undeclared_arguments(tool.parameters or {}))
-    return tool._replace(parameters=_make_exact_arguments_schema(turn.arguments), is_strict=True, grammar=None)
+    exact_schema = {
+        "type": "object",
+        "properties": {name: {"const": value} for name, value in turn.arguments.items()},
+        "required": list(turn.arguments),
+        "additionalProperties": False,
+    }
+    return tool._replace(parameters=exact_schema, is_strict=True, grammar=None)
 
 
 def _forbid_undeclared_arguments(parameters: Json) -> Json:
@@ -202,24 +208,11 @@ def _forbid_undeclared_arguments(parameters: Json) -> Json:
     return {**parameters, "additionalProperties": False}
 
 
-def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:
-    """Return the schema that only these arguments match."""
-    properties = {name: {"const": value} for name, value in arguments.items()}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(arguments),
-        "additionalProperties": False,
-    }
-
-
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
 def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
-    """Return the format of the answer's text that `response_format` or `structured_outputs` asks for; None: none
-    does.
-    """
+    """Return the format of the answer's text that `response_format` or `structured_outputs` asks for, if any."""
     form, outputs = body.response_format, body.structured_outputs
     response_constraint = None if form is None or form.type == "text" else _parse_response_format(form)
     if outputs is None:
@@ -265,31 +258,22 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
         option = f"{field}.disable_additional_properties"
         raise bad_value(option, True, 'false: say "additionalProperties": false in the schema')
     kind = set_kinds[0]
-    kind_field = f"{field}.{kind}"
-    whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
-    kind_format = _make_structured_format(kind, getattr(outputs, kind), kind_field, whitespace)
-    return RequestedConstraint(kind_field, kind_format)
-
-
-def _make_structured_format(kind: str, value: Json, param: str, whitespace: str | None) -> Format:
-    """Convert one field of vLLM's `structured_outputs`, such as kind "regex", to a format (a structural tag).
-
-    `value`: the field's value. `param`: its path in the request, for errors. `whitespace`: regular expression of white
-    space in JSON; None: the default.
-    """
-    if kind == "json_object":
-        return make_schema_format({"type": "object"}, whitespace)
-    if kind == "json":
-        return make_schema_format(_decode_json_text(value, param), whitespace)
-    if kind == "regex":
-        return {"type": "regex", "pattern": value}
-    if kind == "choice":
+    param, value = f"{field}.{kind}", getattr(outputs, kind)
+    format: Format
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else _decode_json_text(value, param)
+        format = make_schema_format(schema, "" if outputs.disable_any_whitespace else outputs.whitespace_pattern)
+    elif kind == "choice":
         if not value:
             raise bad_value(param, value, "at least one text")
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
-    if kind == "grammar":
-        return {"type": "grammar", "grammar": value}
-    return parse_structural_tag(_decode_json_text(value, param), param)
+        format = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
+    elif kind == "structural_tag":
+        format = parse_structural_tag(_decode_json_text(value, param), param)
+    elif kind == "regex":
+        format = {"type": "regex", "pattern": value}
+    else:
+        format = {"type": "grammar", "grammar": value}
+    return RequestedConstraint(param, format)
 
 
 def parse_structural_tag(tag: Json, param: str) -> Format:
@@ -403,8 +387,12 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     for tool in tools:
         if not markup.name_pattern.fullmatch(tool.name):
             raise bad_value(f"{tool.path}.name", tool.name, "a name that calls of this model can have")
-        tag = markup.make_call_format(tool.name, _make_arguments_schema(tool))
-        tag["content"]["param"] = f"{tool.path}.parameters"
+        parameters_field = f"{tool.path}.parameters"
+        schema = {} if tool.parameters is None else tool.parameters
+        if not isinstance(schema, dict):
+            raise bad_value(parameters_field, schema, "a JSON schema of an object")
+        tag = markup.make_call_format(tool.name, {**schema, "type": "object"})
+        tag["content"]["param"] = parameters_field
         if tool.grammar is not None:
             tag["content"] = _make_custom_tool_content(tag["content"], tool.grammar)
         elif not tool.is_strict:  # keywords that the compiler does not know are left out
@@ -433,14 +421,6 @@ def _make_custom_tool_content(any_input_format: Format, tool: ClientTool) -> For
         {"type": "const_string", "value": closing},
     ]
     return {"type": "sequence", "elements": elements}
-
-
-def _make_arguments_schema(tool: _Tool) -> Json:
-    """Return the schema of a tool's arguments, which are always an object."""
-    schema = {} if tool.parameters is None else tool.parameters
-    if not isinstance(schema, dict):
-        raise bad_value(f"{tool.path}.parameters", schema, "a JSON schema of an object")
-    return {**schema, "type": "object"}
 
 
 def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
