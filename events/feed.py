@@ -13,8 +13,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -26,6 +27,7 @@ from events.feed_sockets import (
     Context,
     FollowedStream,
     SlicedWork,
+    Socket,
     StreamSource,
     StreamSubscription,
     Subscription,
@@ -56,8 +58,6 @@ from options.system import import_event_loops
 
 logger = logging.getLogger(__name__)
 
-LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
-"""Most live messages and bytes that are read from one socket before other sockets are read."""
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Most bytes of payload that are applied for one stream before other streams are served."""
@@ -77,10 +77,18 @@ InstructionHandler = Callable[[str, Instruction, bytes], SlicedWork | None]
 """Function that handles an instruction of a stream, given the stream's id and the topic of its last message.
 
 It gets the batches (`Apply`), the `Clear`s and the notices of each stream, in order, on the feed's thread, and should
-not wait. The feed performs requests itself. A handler with long work does a part of it, and returns the other part. The
-feed serves other streams between its slices, and gives the handler no other batch of this stream before its end. If the
-handler raises an exception, the feed resets the stream.
+not wait. The feed performs requests itself. A handler returns long work as an iterator, each step of which does a slice.
+The feed serves other streams between the slices, and gives the handler no other batch of this stream before their end.
+If the handler or the iterator raises an exception, the feed resets the stream.
 """
+
+
+class _SocketReader(NamedTuple):
+    """Function that reads some of the new messages of a socket."""
+
+    read: Callable[[], object]
+    stream: FollowedStream | None
+    """Stream that is reset if `read` raises an exception; None if the socket is not of one stream."""
 
 
 class EventFeed:
@@ -101,14 +109,10 @@ class EventFeed:
         self._ticked_at_s = 0.0
 
         self._stream_by_id: dict[str, FollowedStream] = {}
-        self._subscription_by_socket: dict[Any, Subscription] = {}
-        """Subscription of each SUB socket and of each monitor socket."""
-        self._stream_by_dealer: dict[Any, FollowedStream] = {}
-        """Stream of each DEALER socket, on which the replies to a request come."""
-        self._busy_streams: set[FollowedStream] = set()
-        """Streams with queued work, of which a part is done in each turn of the loop."""
-        self._is_turn_scheduled = False
-        self._scheduled_sockets: set[Any] = set()
+        self._bound_subscriptions: list[BoundSubscription] = []
+        self._reader_by_socket: dict[Socket, _SocketReader] = {}
+        """Reader of each open SUB, monitor and DEALER socket."""
+        self._scheduled_sockets: set[Socket] = set()
         """Sockets that are read in the next turn of the loop."""
 
         self.ignored_message_count = 0
@@ -134,7 +138,7 @@ class EventFeed:
 
     def has_publisher(self) -> bool:
         """Return whether a publisher is connected to a bound socket."""
-        return any(subscription.publisher_count for subscription in self._list_bound_subscriptions())
+        return any(subscription.publisher_count for subscription in self._bound_subscriptions)
 
     def rematch_topics(self) -> None:
         """Search again for the streams of unclaimed topics, because a worker was added."""
@@ -158,8 +162,8 @@ class EventFeed:
         `find_source` returns the stream of a topic; None leaves the topic unclaimed. Raises zmq.ZMQError.
         """
         subscription = BoundSubscription(self._context, endpoint, find_source)
-        self._subscription_by_socket[subscription.socket] = subscription  # so that `close` finds it
-        self._submit(lambda: self._register(subscription))
+        self._bound_subscriptions.append(subscription)
+        self._submit(lambda: self._register(subscription, None))
         bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
         return bound_endpoint.rstrip(b"\0").decode()
@@ -185,85 +189,22 @@ class EventFeed:
         """Have the feed's thread run a command; ignored after `close`."""
         with self._lock:
             if not self._is_closing:
-                self._loop.call_soon_threadsafe(self._run_guarded, None, command)
+                self._loop.call_soon_threadsafe(self._run_command, command)
 
     # The feed's thread
 
-    def _enqueue_work(self, stream_id: str, work: SlicedWork) -> None:
-        stream = self._stream_by_id.get(stream_id)
-        if stream is not None:
-            stream.pending_work.append(work)
-            self._mark_busy(stream)
+    def _run_command(self, command: Callable[[], None]) -> None:
+        with self._guard(None):
+            command()
 
-    def _mark_busy(self, stream: FollowedStream) -> None:
-        """Have the work of a stream processed in the next turn of the loop."""
-        self._busy_streams.add(stream)
-        if not self._is_turn_scheduled:
-            self._is_turn_scheduled = True
-            self._loop.call_soon(self._process_streams)
+    @contextmanager
+    def _guard(self, stream: FollowedStream | None) -> Iterator[None]:
+        """Do not let an exception in the `with` block end the thread, which follows all streams.
 
-    def _process_streams(self) -> None:
-        """Process a part of the work of each busy stream. The loop reads sockets before the next part."""
-        self._is_turn_scheduled = False
-        for stream in list(self._busy_streams):
-            self._run_guarded(stream, self._process_stream, stream)
-            if stream in self._busy_streams:
-                self._mark_busy(stream)
-
-    def _on_readable(self, socket: Any) -> None:
-        """Read a socket that has new input, unless it is read in this turn of the loop anyway."""
-        if socket not in self._scheduled_sockets:
-            self._read_socket(socket)
-
-    def _schedule_read(self, socket: Any) -> None:
-        """Have a socket read in the next turn of the loop."""
-        if socket not in self._scheduled_sockets:
-            self._scheduled_sockets.add(socket)
-            self._loop.call_soon(self._read_socket, socket)
-
-    def _read_socket(self, socket: Any) -> None:
-        """Read some messages of a SUB, monitor or DEALER socket, unless the socket was closed meanwhile.
-
-        ZeroMQ reports several new messages only once, so a socket with more input is read again in the next turn.
-        """
-        self._scheduled_sockets.discard(socket)
-        subscription = self._subscription_by_socket.get(socket)
-        stream = self._stream_by_dealer.get(socket)
-        if (subscription is None and stream is None) or not _has_input(socket):
-            return
-        if stream is not None:
-            self._run_guarded(stream, self._read_replies, stream)
-        elif subscription is not None:
-            read_messages = self._read_monitor if socket is subscription.monitor else self._read_live
-            failed_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
-            self._run_guarded(failed_stream, read_messages, subscription)
-        if not socket.closed and _has_input(socket):
-            self._schedule_read(socket)
-
-    def _run_tick(self) -> None:
-        self._loop.call_later(TICK_S, self._run_tick)
-        self._ticked_at_s = time.monotonic()
-        self._run_guarded(None, self._tick, self._ticked_at_s)
-
-    def _tick(self, now: float) -> None:
-        """Retry failed streams, open lost connections anew, and tell the other streams the time."""
-        for stream in list(self._stream_by_id.values()):
-            if stream.retry_at is not None and now >= stream.retry_at:
-                stream.retry_at = None
-                self._run_guarded(stream, self._on_connected if stream.is_connected else self._reopen, stream)
-            elif stream.disconnected_at is not None and now - stream.disconnected_at >= REOPEN_S:
-                stream.disconnected_at = now
-                self._run_guarded(stream, self._reopen, stream)
-            elif not stream.is_busy:
-                self._run_guarded(stream, self._update_state, stream, lambda state: state.on_tick(now))
-
-    def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
-        """Run `work`, and do not let an exception end the thread, which follows all streams.
-
-        An exception resets `stream`. If `stream` is None, the exception is logged, and the rest of `work` is lost.
+        An exception resets `stream`. If `stream` is None, the exception is logged, and the rest of the block is lost.
         """
         try:
-            work(*args)
+            yield
         except Exception as error:  # a foreign message may cause an exception anywhere
             self.fault_count += 1
             if stream is None:
@@ -271,6 +212,94 @@ class EventFeed:
                 time.sleep(FAULT_PAUSE_S)
             else:
                 self._restart_stream(stream, error)
+
+    def _enqueue_work(self, stream_id: str, work: SlicedWork) -> None:
+        stream = self._stream_by_id.get(stream_id)
+        if stream is not None:
+            stream.pending_work.append(work)
+            self._schedule_turn(stream)
+
+    def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
+        stream.enqueue(instructions)
+        if instructions:
+            self._schedule_turn(stream)
+
+    def _schedule_turn(self, stream: FollowedStream) -> None:
+        """Have a part of a stream's work done in the next turn of the loop. The loop reads sockets before each turn."""
+        if not stream.is_turn_scheduled:
+            stream.is_turn_scheduled = True
+            self._loop.call_soon(self._run_turn, stream)
+
+    def _run_turn(self, stream: FollowedStream) -> None:
+        stream.is_turn_scheduled = False
+        if self._stream_by_id.get(stream.source.stream_id) is not stream:
+            return  # it was removed
+        with self._guard(stream):
+            self._process_stream(stream)
+        if stream.is_busy:
+            self._schedule_turn(stream)
+
+    def _watch(self, socket: Socket, reader: _SocketReader) -> None:
+        """Read a socket whenever it has input, and in the next turn, as earlier input is not reported."""
+        self._reader_by_socket[socket] = reader
+        self._loop.add_reader(socket.getsockopt(zmq.FD), self._on_readable, socket)
+        self._schedule_read(socket)
+
+    def _unwatch(self, socket: Socket) -> None:
+        """Stop reading a socket, before it is closed."""
+        self._reader_by_socket.pop(socket, None)
+        self._loop.remove_reader(socket.getsockopt(zmq.FD))
+
+    def _on_readable(self, socket: Socket) -> None:
+        """Read a socket that has new input, unless it is read in this turn of the loop anyway."""
+        if socket not in self._scheduled_sockets:
+            self._read_socket(socket)
+
+    def _schedule_read(self, socket: Socket) -> None:
+        """Have a socket read in the next turn of the loop."""
+        if socket not in self._scheduled_sockets:
+            self._scheduled_sockets.add(socket)
+            self._loop.call_soon(self._read_socket, socket)
+
+    def _read_socket(self, socket: Socket) -> None:
+        """Read some messages of a socket, unless the socket was closed meanwhile.
+
+        ZeroMQ reports several new messages only once, so a socket with more input is read again in the next turn.
+        """
+        self._scheduled_sockets.discard(socket)
+        reader = self._reader_by_socket.get(socket)
+        if reader is None or not _has_input(socket):
+            return
+        with self._guard(reader.stream):
+            reader.read()
+        if not socket.closed and _has_input(socket):
+            self._schedule_read(socket)
+
+    def _run_tick(self) -> None:
+        self._loop.call_later(TICK_S, self._run_tick)
+        self._ticked_at_s = time.monotonic()
+        with self._guard(None):
+            self._tick(self._ticked_at_s)
+
+    def _tick(self, now: float) -> None:
+        """Retry failed streams, open lost connections anew, and tell the other streams the time."""
+        for stream in list(self._stream_by_id.values()):
+            with self._guard(stream):
+                self._tick_stream(stream, now)
+
+    def _tick_stream(self, stream: FollowedStream, now: float) -> None:
+        self._report_dropped_messages(stream)
+        if stream.retry_at is not None and now >= stream.retry_at:
+            stream.retry_at = None
+            if stream.is_connected:
+                self._on_connected(stream)
+            else:
+                self._reopen(stream)
+        elif stream.disconnected_at is not None and now - stream.disconnected_at >= REOPEN_S:
+            stream.disconnected_at = now
+            self._reopen(stream)
+        elif not stream.is_busy:
+            self._enqueue_instructions(stream, stream.stream_state.on_tick(now))
 
     def _restart_stream(self, stream: FollowedStream, error: Exception) -> None:
         """Forget all about a stream of cache events after an exception, and follow it again after a pause.
@@ -286,21 +315,21 @@ class EventFeed:
         logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=is_surprising)
 
         self._cancel_request(stream)
-        self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause_s)
 
         notices: list[Instruction] = [Clear(reason), MalformedMessage(reason)]
         if stream.subscription is not None:
             notices.append(Connection(False))
         for notice in notices:
-            # Guarded one by one, because the handler may have raised the exception.
-            self._run_guarded(None, self._handle, stream_id, notice, stream.topic)
+            with self._guard(None):  # one by one, because the handler may have raised the exception
+                self._handle(stream_id, notice, stream.topic)
 
     def _add(self, source: StreamSource) -> None:
         """Follow a stream, in place of one with the same id."""
         self._remove(source.stream_id)
         stream = self._stream_by_id[source.stream_id] = FollowedStream(source)
-        self._run_guarded(stream, self._reopen, stream)
+        with self._guard(stream):
+            self._reopen(stream)
 
     def _reopen(self, stream: FollowedStream) -> None:
         """Subscribe to a stream anew, unless its publisher connects to a bound socket. Raises EventsError."""
@@ -311,51 +340,31 @@ class EventFeed:
             stream.subscription = StreamSubscription(self._context, stream)
         except zmq.ZMQError as error:
             raise EventsError(f"cannot subscribe to {stream.source.endpoint!r}: {error}") from error
-        self._register(stream.subscription)
+        self._register(stream.subscription, stream)
 
-    def _register(self, subscription: Subscription) -> None:
-        for socket in (subscription.socket, subscription.monitor):
-            self._subscription_by_socket[socket] = subscription
-            self._watch(socket)
+    def _register(self, subscription: Subscription, stream: FollowedStream | None) -> None:
+        """Read the sockets of a new subscription. `stream`: the only stream of it; None for a bound socket."""
+        self._watch(subscription.socket, _SocketReader(lambda: self._read_live(subscription), stream))
+        self._watch(subscription.monitor, _SocketReader(lambda: self._read_monitor(subscription), stream))
 
-    def _watch(self, socket: Any) -> None:
-        """Read a socket whenever it has input, and in the next turn, as earlier input is not reported."""
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._on_readable, socket)
-        self._schedule_read(socket)
-
-    def _unwatch(self, socket: Any) -> None:
-        """Stop reading a socket, before it is closed."""
-        self._loop.remove_reader(socket.getsockopt(zmq.FD))
+    def _unregister(self, subscription: Subscription) -> None:
+        self._unwatch(subscription.socket)
+        self._unwatch(subscription.monitor)
+        subscription.close()
 
     def _remove(self, stream_id: str) -> None:
         stream = self._stream_by_id.pop(stream_id, None)
-        if stream is None:
-            return
-        self._busy_streams.discard(stream)
-        self._cancel_request(stream)
-        self._unsubscribe(stream)
+        if stream is not None:
+            self._cancel_request(stream)
+            self._unsubscribe(stream)
 
     def _unsubscribe(self, stream: FollowedStream) -> None:
         """Close a stream's own subscription, or make its topic of a bound socket unclaimed."""
         if isinstance(stream.subscription, BoundSubscription):
-            stream.subscription.unclaim_topics(stream)
+            stream.subscription.stream_by_topic.pop(stream.topic)
         elif stream.subscription is not None:
             self._unregister(stream.subscription)
         stream.subscription = None
-
-    def _list_bound_subscriptions(self) -> set[BoundSubscription]:
-        subscriptions = list(self._subscription_by_socket.values())  # the caller may be on another thread
-        return {subscription for subscription in subscriptions if isinstance(subscription, BoundSubscription)}
-
-    def _unregister(self, subscription: Subscription) -> None:
-        for socket in (subscription.socket, subscription.monitor):
-            self._unwatch(socket)
-            self._subscription_by_socket.pop(socket, None)
-        subscription.close()
-
-    def _update_state(self, stream: FollowedStream, update: Callable[[StreamState], list[Instruction]]) -> None:
-        """Call a method of a stream's state machine, and queue the instructions that the method returns."""
-        self._enqueue_instructions(stream, update(stream.stream_state))
 
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle connections that began or ended, as ZeroMQ's monitor of a SUB socket reports; return whether any did.
@@ -384,7 +393,11 @@ class EventFeed:
             subscription.publisher_count += 1
         elif event_type == zmq.EVENT_DISCONNECTED:
             subscription.remove_connection(descriptor)
-            self._on_peer_disconnected(subscription, descriptor)
+            for stream in list(subscription.stream_by_topic.values()):
+                if stream.descriptor == descriptor:
+                    stream.descriptor = None
+                    with self._guard(stream):
+                        self._on_disconnected(stream)
 
     def _on_connected(self, stream: FollowedStream) -> None:
         stream.is_connected, stream.disconnected_at = True, None
@@ -401,20 +414,11 @@ class EventFeed:
         self._enqueue_instructions(stream, stream.stream_state.on_disconnected())
         self._handle(stream.source.stream_id, Connection(False), stream.topic)
 
-    def _on_peer_disconnected(self, subscription: BoundSubscription, descriptor: int) -> None:
-        for topic, topic_descriptor in list(subscription.descriptor_by_topic.items()):
-            if topic_descriptor != descriptor:
-                continue
-            del subscription.descriptor_by_topic[topic]
-            stream = subscription.stream_by_topic.get(topic)
-            if stream is not None:
-                self._run_guarded(stream, self._on_disconnected, stream)
-
     def _read_live(self, subscription: Subscription) -> None:
         """Read and handle some of the live messages of a SUB socket, unless its stream has queued work."""
         if isinstance(subscription, StreamSubscription) and subscription.stream.is_busy:
             return
-        messages = self._receive_live(subscription)
+        messages = subscription.receive_messages()
         # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report
         # now, all messages came on the known connection. Otherwise they are dropped, and the replay that follows a new
         # connection brings them again. On a bound socket each message itself tells its connection.
@@ -424,19 +428,6 @@ class EventFeed:
         for frames in messages:
             self._handle_live_message(subscription, frames)
 
-    def _receive_live(self, subscription: Subscription) -> list[list[zmq.Frame]]:
-        """Return the frames of the next live messages; at most LIVE_SLICE, so that other sockets get their turn."""
-        messages: list[list[zmq.Frame]] = []
-        received_bytes = 0
-        while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
-            try:
-                frames = subscription.receive()
-            except zmq.Again:
-                break
-            messages.append(frames)
-            received_bytes += sum(map(len, frames))
-        return messages
-
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
         """Give a live message to the state machine of its stream, and queue the work that results.
 
@@ -445,7 +436,11 @@ class EventFeed:
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
-            self._report_malformed(subscription.get_stream(frames[0].bytes), error)
+            stream = subscription.get_stream(frames[0].bytes)
+            if stream is None:
+                self.ignored_message_count += 1
+            else:
+                self._handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
             return
         if isinstance(subscription, BoundSubscription):
             stream = self._get_topic_stream(subscription, message.topic, int(frames[0].get(zmq.SRCFD)))
@@ -454,21 +449,14 @@ class EventFeed:
         if stream is None or not stream.accepts_topic(message.topic):
             self.ignored_message_count += 1
             return
+        state = stream.stream_state
         if stream.is_full:
-            stream.stream_state.dropped_message_count += 1
+            state.unreported_drop_count += 1
             return
         stream.topic = message.topic
-
-        def handle_batch(state: StreamState) -> list[Instruction]:
-            return state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id)
-
-        self._run_guarded(stream, self._update_state, stream, handle_batch)
-
-    def _report_malformed(self, stream: FollowedStream | None, error: DecodeError) -> None:
-        if stream is None:
-            self.ignored_message_count += 1
-        else:
-            self._handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
+        with self._guard(stream):
+            instructions = state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id)
+            self._enqueue_instructions(stream, instructions)
 
     def _get_topic_stream(
         self, subscription: BoundSubscription, topic: bytes, descriptor: int
@@ -479,48 +467,41 @@ class EventFeed:
         first message of a topic connects the topic to its stream. `descriptor`: file descriptor of the connection on
         which this message came. If it is another one than before, the publisher has connected again.
         """
-        stream = subscription.stream_by_topic.get(topic)
+        stream = subscription.get_stream(topic)
         if stream is None:
-            self._match_topic(subscription, topic, descriptor)
-            return subscription.stream_by_topic.get(topic)
-        has_reconnected = subscription.descriptor_by_topic.get(topic) != descriptor
-        if has_reconnected:  # messages may have been lost, so the stream begins a repair
-            self._run_guarded(stream, self._on_disconnected, stream)
-            subscription.descriptor_by_topic[topic] = descriptor
-            self._run_guarded(stream, self._on_connected, stream)
+            is_new = subscription.record_unclaimed_topic(topic, descriptor)
+            return self._claim_topic(subscription, topic, is_new=True) if is_new else None
+        if stream.descriptor != descriptor:  # messages may have been lost, so the stream begins a repair
+            stream.descriptor = descriptor
+            with self._guard(stream):
+                self._on_disconnected(stream)
+            with self._guard(stream):
+                self._on_connected(stream)
         return stream
 
-    def _match_topic(self, subscription: BoundSubscription, topic: bytes, descriptor: int) -> None:
-        """Search the stream of a topic that has none yet, once; log if there is none."""
-        is_new = subscription.record_unclaimed_topic(topic, descriptor)
-        if is_new and not self._claim_topic(subscription, topic):
-            has_room = len(subscription.descriptor_by_unclaimed_topic) < MAX_TOPICS
-            level = logging.WARNING if has_room else logging.DEBUG
-            logger.log(level, "events of topic %r are ignored", topic)
-
-    def _claim_topic(self, subscription: BoundSubscription, topic: bytes) -> bool:
-        """Follow an unclaimed topic if it belongs to a stream; return whether it does."""
+    def _claim_topic(self, subscription: BoundSubscription, topic: bytes, *, is_new: bool) -> FollowedStream | None:
+        """Follow the stream to which an unclaimed topic belongs, and return it; None, logged if new, if none does."""
         source = subscription.find_source(topic.decode(errors="replace"))
-        if source is None or any(
-            stream.source.stream_id == source.stream_id and stream.is_connected
-            for stream in subscription.stream_by_topic.values()
-        ):
-            return False  # the topic of no stream, or of a stream that is connected under another topic
+        stream = None if source is None else self._stream_by_id.get(source.stream_id)
+        has_other_topic = stream is not None and stream.subscription is subscription and stream.is_connected
+        if source is None or has_other_topic:
+            if is_new:
+                has_room = len(subscription.descriptor_by_unclaimed_topic) < MAX_TOPICS
+                level = logging.WARNING if has_room else logging.DEBUG
+                logger.log(level, "events of topic %r are ignored", topic)
+            return None
         self._remove(source.stream_id)
         stream = self._stream_by_id[source.stream_id] = subscription.stream_by_topic[topic] = FollowedStream(source)
-        stream.subscription = subscription
-        subscription.descriptor_by_topic[topic] = subscription.descriptor_by_unclaimed_topic.pop(topic)
-        self._run_guarded(stream, self._on_connected, stream)
-        return True
+        stream.subscription, stream.topic = subscription, topic
+        stream.descriptor = subscription.descriptor_by_unclaimed_topic.pop(topic)
+        with self._guard(stream):
+            self._on_connected(stream)
+        return stream
 
     def _rematch_topics(self) -> None:
-        for subscription in self._list_bound_subscriptions():
+        for subscription in self._bound_subscriptions:
             for topic in list(subscription.descriptor_by_unclaimed_topic):
-                self._claim_topic(subscription, topic)
-
-    def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
-        stream.enqueue(instructions)
-        self._mark_busy(stream)
+                self._claim_topic(subscription, topic, is_new=False)
 
     def _process_stream(self, stream: FollowedStream) -> None:
         """Perform queued work of a stream, then its replies, until the stream has used up its turn of TURN_BYTES."""
@@ -533,9 +514,6 @@ class EventFeed:
                 stream.enqueue(self._handle_reply(stream, frames))
                 # To queue a reply costs little. Its payload counts in full when it is applied.
                 used_bytes += REPLY_COST_BYTES + sum(map(len, frames)) // REPLY_COST_DIVISOR
-        self._report_dropped_messages(stream)
-        if not stream.is_busy:
-            self._busy_streams.discard(stream)
 
     def _perform_next(self, stream: FollowedStream) -> int:
         """Perform an instruction, or one slice of long work; return the bytes that this uses of the stream's turn."""
@@ -543,9 +521,9 @@ class EventFeed:
         if isinstance(work, Instruction):
             self._perform(stream, work)
             return len(work.payload) if isinstance(work, Apply) else 0
-        has_more = work()
-        if has_more:
-            stream.pending_work.appendleft(work)
+        with suppress(StopIteration):
+            next(work)
+            stream.pending_work.appendleft(work)  # it has more
         return TURN_BYTES  # one slice in each turn
 
     def _perform(self, stream: FollowedStream, instruction: Instruction) -> None:
@@ -564,10 +542,10 @@ class EventFeed:
                     stream.pending_work.appendleft(remaining_work)
 
     def _report_dropped_messages(self, stream: FollowedStream) -> None:
-        dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count
-        if dropped_count:
-            stream.reported_drop_count += dropped_count
-            self._handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
+        state = stream.stream_state
+        if state.unreported_drop_count:
+            count, state.unreported_drop_count = state.unreported_drop_count, 0
+            self._handle(stream.source.stream_id, DroppedMessages(count), stream.topic)
 
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
@@ -585,8 +563,7 @@ class EventFeed:
             self._fail_request(stream, request_id, f"cannot ask {endpoint!r}: {error}")
             return
         stream.reply_socket, stream.request_id = dealer, request_id
-        self._stream_by_dealer[dealer] = stream
-        self._watch(dealer)
+        self._watch(dealer, _SocketReader(lambda: self._read_replies(stream, dealer), stream))
 
     def _fail_request(self, stream: FollowedStream, request_id: int, reason: str) -> None:
         self._enqueue_instructions(stream, stream.stream_state.on_request_failed(request_id, time.monotonic(), reason))
@@ -594,15 +571,12 @@ class EventFeed:
     def _cancel_request(self, stream: FollowedStream) -> None:
         if stream.reply_socket is not None:
             self._unwatch(stream.reply_socket)
-            del self._stream_by_dealer[stream.reply_socket]
             stream.reply_socket.close(0)
             stream.reply_socket = None
             stream.clear_replies()
 
-    def _read_replies(self, stream: FollowedStream) -> None:
+    def _read_replies(self, stream: FollowedStream, dealer: Socket) -> None:
         """Queue the replies to a stream's request that have come; if too many bytes wait, the request fails."""
-        dealer = stream.reply_socket
-        assert dealer is not None
         for _ in range(REPLY_SLICE):
             try:
                 receive_frames(dealer, stream.reply_frames, MAX_REPLY_FRAMES)
@@ -610,10 +584,10 @@ class EventFeed:
                 break
             if not stream.store_reply():
                 self._cancel_request(stream)
-                stream.stream_state.dropped_message_count += 1
+                stream.stream_state.unreported_drop_count += 1
                 self._fail_request(stream, stream.request_id, "too many bytes or frames of replies")
                 return
-        self._mark_busy(stream)
+        self._schedule_turn(stream)
 
     def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
         """Give one message of a reply to the stream's state machine; return the instructions that result.
@@ -636,11 +610,11 @@ class EventFeed:
         return state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
-        for stream in self._stream_by_id.values():
-            self._cancel_request(stream)
-        for subscription in set(self._subscription_by_socket.values()):
+        for stream_id in list(self._stream_by_id):
+            self._remove(stream_id)
+        for subscription in self._bound_subscriptions:
             self._unregister(subscription)
 
 
-def _has_input(socket: Any) -> bool:
-    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+def _has_input(socket: Socket) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

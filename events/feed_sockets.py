@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -21,6 +21,8 @@ MAX_QUEUED_MESSAGES = 16
 """Most messages that ZeroMQ queues for a connection, of MAX_MESSAGE_BYTES each; the others wait at the publisher."""
 MAX_FRAMES, MAX_REPLY_FRAMES, FRAMES_SLICE = 16, 65_536, 256
 """Most frames of a live message and of a reply that are kept, and most that are read before other sockets are."""
+LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
+"""Most live messages and bytes that are read from one socket before other sockets are read."""
 MAX_WAITING_MESSAGES, MAX_WAITING_BYTES = 1_000, 64 << 20
 """Most live messages of a topic, and their bytes, that wait while an earlier one is applied; more show as a gap."""
 MAX_REPLIES_BYTES = 256 << 20
@@ -32,9 +34,8 @@ MAX_RECONNECT_PAUSE_MS = 2_000
 MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
 """Most unclaimed topics that a bound socket remembers, and the longest of them in bytes."""
 
-SlicedWork: TypeAlias = Callable[[], bool]
-"""Long work that is done in slices, so that other streams are served between them: each call does one, and returns
-whether more follow."""
+SlicedWork: TypeAlias = Iterator[None]
+"""Long work of which each step does a slice, so that other streams are served between them."""
 KEEPALIVE_S, KEEPALIVE_PROBES = 2, 5
 """Seconds between two of the kernel's probes of a silent connection, and unanswered probes after which it is lost."""
 
@@ -75,6 +76,8 @@ class FollowedStream:
         """Subscription on which the live messages come; None if it could not be opened."""
         self.topic = (source.topic or "").encode()
         """Topic of the last live message; replies of older vLLM carry none."""
+        self.descriptor: int | None = None
+        """Connection to a bound socket on which the stream comes; None if it ended, and on a StreamSubscription."""
         self.is_connected = False
         self.disconnected_at: float | None = None
         """Time at which the connection was lost; None while connected."""
@@ -86,10 +89,10 @@ class FollowedStream:
         # Queued work.
         self.pending_work: deque[Instruction | SlicedWork] = deque()
         """Instructions of `stream_state`, and long work; each is complete before the next begins."""
+        self.is_turn_scheduled = False
+        """Whether a part of the queued work is done in the next turn of the feed's loop."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
-        self.reported_drop_count = 0
-        """Dropped messages that were reported to the feed's handler."""
 
         # The pending request for missed batches or a snapshot.
         self.reply_socket: Socket | None = None
@@ -151,7 +154,7 @@ class FollowedStream:
         self.stream_state = self._make_state(None)
         self.pending_work.clear()
         self.clear_replies()
-        self.pending_bytes = self.reported_drop_count = 0
+        self.pending_bytes = 0
         self.retry_at = retry_at
 
     def _make_state(self, resume_position: StreamPosition | None) -> StreamState:
@@ -213,6 +216,19 @@ class _SubSocket:
         frames, self._frames = self._frames, []
         return frames
 
+    def receive_messages(self) -> list[list[zmq.Frame]]:
+        """Return the frames of the next live messages; at most LIVE_SLICE, so that other sockets get their turn."""
+        messages: list[list[zmq.Frame]] = []
+        received_bytes = 0
+        while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
+            try:
+                frames = self.receive()
+            except zmq.Again:
+                break
+            messages.append(frames)
+            received_bytes += sum(map(len, frames))
+        return messages
+
     def open(self, attach: Callable[[str], object], endpoint: str) -> None:
         """Call `attach`, which binds or connects the socket. Raises zmq.ZMQError, after closing everything."""
         if "[" in endpoint or "::" in endpoint:
@@ -255,8 +271,6 @@ class BoundSubscription(_SubSocket):
         super().__init__(context, topic=None)
         self.find_source = find_source
         self.stream_by_topic: dict[bytes, FollowedStream] = {}
-        self.descriptor_by_topic: dict[bytes, int] = {}
-        """Connection of the last message of each topic that belongs to a stream."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
         """Connection of the last message of each unclaimed topic. If there are too many, the oldest is dropped."""
         self.descriptors: set[int] = set()
@@ -268,13 +282,6 @@ class BoundSubscription(_SubSocket):
     def get_stream(self, topic: bytes) -> FollowedStream | None:
         """Return the stream of a topic; None if the topic is unclaimed."""
         return self.stream_by_topic.get(topic)
-
-    def unclaim_topics(self, stream: FollowedStream) -> None:
-        """Make the topics of a stream unclaimed."""
-        for topic, topic_stream in list(self.stream_by_topic.items()):
-            if topic_stream is stream:
-                del self.stream_by_topic[topic]
-                self.descriptor_by_topic.pop(topic, None)
 
     def remove_connection(self, descriptor: int) -> None:
         """Forget a connection. ZeroMQ does not say whether its peer had completed the handshake."""

@@ -99,8 +99,8 @@ class StreamState:
         self.phase = StreamPhase.LIVE
         self.is_online = False
         """Whether the subscriber is connected to the publisher."""
-        self.dropped_message_count = 0
-        """Live batches that were lost because too many waited."""
+        self.unreported_drop_count = 0
+        """Messages that were lost because too many waited, since the feed last reported them."""
 
         # Batches that were applied, or wait until they can be.
         self._publisher_id = b""
@@ -512,7 +512,7 @@ class StreamState:
 
     def _store_early(self, seq: int, payload: bytes) -> None:
         if not self._early_batches.store(seq, payload):
-            self.dropped_message_count += 1
+            self.unreported_drop_count += 1
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself, for tests."""

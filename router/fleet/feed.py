@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
@@ -255,8 +255,7 @@ class IndexFeed:
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
         stream, snapshot = streams[rank], Future[PeerSnapshot | None]()
-        slices = self._write_snapshot(stream, snapshot)
-        self.events.schedule_work(stream.stream_id, lambda: next(slices, False))
+        self.events.schedule_work(stream.stream_id, self._write_snapshot(stream, snapshot))
         deadline_s = time.monotonic() + SNAPSHOT_S_MAX
         # After a restart the stream has no position and nothing sets a result, so look at it now and then.
         while time.monotonic() < deadline_s and stream.position is not None:
@@ -425,8 +424,8 @@ class IndexFeed:
             stream.down_since_s = time.monotonic()
         self._report(StreamLost(stream.worker_id, stream.rank))
 
-    def _write_snapshot(self, stream: WorkerStream, snapshot: Future[PeerSnapshot | None]) -> Iterator[bool]:
-        """Dump what the index has of a stream, slice by slice; yield True after each while there are more.
+    def _write_snapshot(self, stream: WorkerStream, snapshot: Future[PeerSnapshot | None]) -> SlicedWork:
+        """Dump what the index has of a stream, slice by slice.
 
         The result of `snapshot` is set at the end: None if the stream was replaced, or its cache cleared, meanwhile.
         """
@@ -447,13 +446,13 @@ class IndexFeed:
                     snapshot.set_result(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, parts))
                     return
             parts.extend(new_parts)
-            yield True
+            yield
         snapshot.set_result(None)
 
     def apply_instruction(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
         """Apply what happened on an event stream to the index and the stream's record: a batch came, one was lost, ...
 
-        Of a long batch, only the first slice is applied, and the work on the other slices is returned.
+        A long batch is not applied yet, and the work on it is returned.
         """
         with self._lock:
             stream = self._stream_by_id.get(stream_id)
@@ -483,32 +482,32 @@ class IndexFeed:
         return None
 
     def _ingest_batch(self, stream: WorkerStream, batch: Apply) -> SlicedWork | None:
-        """Apply a batch to the index, or only the first slice of a long one; then return the work on the others."""
+        """Apply a batch to the index; return the work if the batch is long."""
+        if len(batch.payload) > UNSLICED_BYTES_MAX:
+            return self._ingest_in_slices(stream, batch)
         try:
-            if len(batch.payload) <= UNSLICED_BYTES_MAX:
-                report = self._index.ingest(stream.holder, batch.payload, time.monotonic())
-                self._record_applied(stream, batch, report)
-                return None
-            task = self._index.begin_ingest(stream.holder, batch.payload, time.monotonic())
-            if task.step():
-                return lambda: self._continue_ingest(stream, batch, task)
-            self._record_applied(stream, batch, task.report)
+            report = self._index.ingest(stream.holder, batch.payload, time.monotonic())
+            self._record_applied(stream, batch, report)
         except KeyError:
             log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
         return None
 
-    def _continue_ingest(self, stream: WorkerStream, batch: Apply, task: IngestTask) -> bool:
-        """Apply the next slice of a long batch and return whether there are more."""
-        with self._lock:
-            if self._stream_by_id.get(stream.stream_id) is not stream:
-                return False
-            try:
-                if task.step():
-                    return True
-            except KeyError:
-                return False
-            self._record_applied(stream, batch, task.report)
-        return False
+    def _ingest_in_slices(self, stream: WorkerStream, batch: Apply) -> SlicedWork:
+        """Apply a long batch slice by slice, unless the stream is stopped meanwhile."""
+        task: IngestTask | None = None
+        while True:
+            with self._lock:
+                if stream.stream_id not in self._stream_by_id:
+                    return
+                try:
+                    task = task or self._index.begin_ingest(stream.holder, batch.payload, time.monotonic())
+                    if not task.step():
+                        self._record_applied(stream, batch, task.report)
+                        return
+                except KeyError:
+                    log.debug("holder of %s is gone already", stream.stream_id)
+                    return
+            yield
 
     def _record_applied(self, stream: WorkerStream, batch: Apply, report: IngestReport) -> None:
         """Update a stream's record after a batch was applied to the index, and report what it says about the worker.

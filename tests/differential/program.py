@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import io
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from typing import Any, Protocol
 
@@ -98,8 +98,8 @@ class EventFeedOnLoop:
         stream = self._streams.get(stream_id)
         return None if stream is None else stream.state
 
-    def schedule_work(self, stream_id: str, work: Callable[[], bool]) -> None:
-        while work():
+    def schedule_work(self, stream_id: str, work: Iterator[None]) -> None:
+        for _ in work:
             pass
 
     def deliver(self, endpoint: str, seq: int, payload: bytes) -> None:
@@ -141,8 +141,7 @@ class EventFeedOnLoop:
             elif isinstance(instruction, RequestSnapshot):
                 self._loop.call_soon(self._refuse, stream_id, instruction.request_id)
             else:
-                rest = self._handle(stream_id, instruction, b"")
-                while rest is not None and rest():
+                for _ in self._handle(stream_id, instruction, b"") or ():
                     pass
 
     def _replay(self, stream_id: str, request: RequestReplay) -> None:

@@ -338,8 +338,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
 
     def read_live() -> None:
         feed._read_live(subscription)
-        for stream in list(feed._busy_streams):
-            feed._process_stream(stream)
+        feed._process_stream(feed._stream_by_id["w"])
 
     context = zmq.Context()
     feed = EventFeed(handle)  # never started: the test takes the thread's steps
@@ -347,7 +346,8 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
         first = context.socket(zmq.PUB)
         port = first.bind_to_random_port("tcp://127.0.0.1")
         feed._add(StreamSource("w", f"tcp://127.0.0.1:{port}", None, None, StreamConfig(start_mode=StartMode.LIVE)))
-        (subscription,) = set(feed._subscription_by_socket.values())
+        subscription = feed._stream_by_id["w"].subscription
+        assert subscription is not None
         assert subscription.monitor.poll(10_000)
         feed._read_monitor(subscription)
         _send_until_received(first, subscription.socket, 0)
