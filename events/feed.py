@@ -77,9 +77,9 @@ InstructionHandler = Callable[[str, Instruction, bytes], SlicedWork | None]
 """Function that handles an instruction of a stream, given the stream's id and the topic of its last message.
 
 It gets the batches (`Apply`), the `Clear`s and the notices of each stream, in order, on the feed's thread, and should
-not wait. The feed performs requests itself. A handler returns long work as an iterator, each step of which does a slice.
-The feed serves other streams between the slices, and gives the handler no other batch of this stream before their end.
-If the handler or the iterator raises an exception, the feed resets the stream.
+not wait. The feed performs requests itself. A handler returns long work as an iterator, each step of which does a
+slice. The feed serves other streams between the slices, and gives the handler no other batch of this stream before
+their end. If the handler or the iterator raises an exception, the feed resets the stream.
 """
 
 
@@ -242,13 +242,13 @@ class EventFeed:
     def _watch(self, socket: Socket, reader: _SocketReader) -> None:
         """Read a socket whenever it has input, and in the next turn, as earlier input is not reported."""
         self._reader_by_socket[socket] = reader
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._on_readable, socket)
+        self._loop.add_reader(socket.fileno(), self._on_readable, socket)
         self._schedule_read(socket)
 
     def _unwatch(self, socket: Socket) -> None:
         """Stop reading a socket, before it is closed."""
         self._reader_by_socket.pop(socket, None)
-        self._loop.remove_reader(socket.getsockopt(zmq.FD))
+        self._loop.remove_reader(socket.fileno())
 
     def _on_readable(self, socket: Socket) -> None:
         """Read a socket that has new input, unless it is read in this turn of the loop anyway."""
