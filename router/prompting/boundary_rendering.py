@@ -195,11 +195,14 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     pieces: TurnPieces | None = None
     """Text that the template writes around the texts of `turn`; None if it is not known."""
 
-    def cut_after(self, count: int) -> RenderedMessages | None:
-        """Return the messages after the first `count`, with their part of the text; None if the text cannot be cut.
+    def cut_before_last(self, later_count: int) -> RenderedMessages | None:
+        """Return the last messages with their part of the text; None if the text cannot be cut before them.
 
         To find a cut, messages are rendered again. Then it is stored, and equal turns with other texts are cut at once.
         """
+        count = len(self.messages) - later_count
+        if later_count == 0 or count < 1:
+            return None
         turn, pieces = self.turn, self.pieces
         if turn is None or pieces is None:
             return self.renderer.find_cut(self, count)

@@ -14,7 +14,7 @@ from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation, ConversationCache, is_cacheable
-from router.prompting.conversation_reading import Continuation, continue_conversation
+from router.prompting.conversation_reading import TRAILING_MESSAGES, Continuation, continue_conversation
 from router.prompting.encode import truncate_prompt
 
 log = logging.getLogger("router")
@@ -83,18 +83,12 @@ class ConversationReader:
         `matches`: places between messages up to which the body is equal to a cached body, the furthest first. The first
         usable place is taken. Return None if the body must be read whole. Thread-safe.
         """
-        model = matches[0].conversation.model
-        renderer = self.get_renderer(model)
-        if renderer is None:
-            return None
         for match in matches:
-            if match.conversation.model != model:
+            renderer = self.get_renderer(match.conversation.model)
+            if renderer is None:
                 continue
-            # The bodies differ soon after the furthest match, or the cached body's next boundary would match too.
-            is_furthest = match is matches[0]
-            continuation = continue_conversation(
-                match.conversation, match.boundary, body, renderer, differs_before_next=is_furthest
-            )
+            trailing_count = _count_trailing_messages(match, is_furthest=match is matches[0])
+            continuation = continue_conversation(match, body, renderer, trailing_count)
             if continuation is not None:
                 return continuation
         return None
@@ -124,6 +118,15 @@ class ConversationReader:
         self.difference_count += 1
         self.forbid(model, problem)
         log.warning("model %s: %s", model, problem)
+
+
+def _count_trailing_messages(match: BoundaryLocation, *, is_furthest: bool) -> int:
+    """Return how many last messages the next turn may change: a few if this client has changed such messages before.
+
+    It has, if the furthest boundary up to which the bodies are equal is not the last one of the cached body.
+    """
+    has_changed_messages = is_furthest and match.boundary is not match.conversation.boundaries[-1]
+    return TRAILING_MESSAGES if has_changed_messages or match.boundary.trailing_count == TRAILING_MESSAGES else 1
 
 
 def is_worth_caching(request: RoutingRequest, body_bytes: int) -> bool:

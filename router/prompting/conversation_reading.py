@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +19,7 @@ from prompts.routing import RoutingRequest, raw_fields_decoder
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
-from router.prompting.conversation_cache import Boundary, CachedConversation
+from router.prompting.conversation_cache import Boundary, BoundaryLocation, CachedConversation
 from router.prompting.encode import RenderedPrompt
 from router.prompting.outline import Outline
 from router.prompting.partial_body import (
@@ -35,55 +34,32 @@ from router.prompting.placeholder_messages import NO_PLACEHOLDERS, is_system_mes
 GROWTH_BYTES_MIN = 1024
 """A turn has a cache entry of its own if it adds so many bytes to those before its boundary, and a 32nd of them."""
 TRAILING_MESSAGES = 3
-"""Last messages that a client's next request may change: coding agents mark their last turns for caching."""
+"""Last messages that the next request of some clients changes: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
 """Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
 
 
-class _Cut(NamedTuple):
-    """A place between two messages at which a body and the text of its prompt can be cut for the next turn."""
-
-    earlier_count: int
-    """Messages before the cut: of the whole conversation, or of its part after an earlier boundary."""
-    after: RenderedMessages
-    """The messages after the cut, with their text."""
-    body_end: int
-    """Offset of the cut in the body."""
-    trailing_count: int
-    """Messages of the body after the cut."""
-
-    def make_boundary(self, message_offset: int, token_count: int) -> Boundary:
-        """Make the boundary at this cut. Before the messages that are cut, there are `message_offset` others."""
-        return Boundary(
-            body_end=self.body_end,
-            message_count=message_offset + self.earlier_count,
-            token_count=token_count,
-            placeholders=self.after.prefix,
-            starts_turn=self.after.messages[0].get("role") == "user",
-            trailing_count=self.trailing_count,
-        )
-
-
 class Continuation(msgspec.Struct, eq=False):
-    """The prompt of a request that continues a cached conversation: cached token ids, and those of its new messages."""
+    """A request that continues a cached conversation, as it was read: its new messages, and all of its token ids."""
 
     conversation: CachedConversation
+    """Cache entry that an earlier request left."""
     boundary: Boundary
-    """Place between two messages up to which the request and the conversation are equal."""
+    """Place between two messages up to which both requests are equal. The new messages are those after it."""
     request: RoutingRequest
-    """The request, without the messages before the boundary."""
+    """The request without the messages before the boundary."""
     new_messages: list[Message]
-    """Messages of the chat after the boundary."""
+    """New messages as the chat template gets them."""
     token_ids: array[int]
-    """Token ids of the whole prompt."""
+    """Token ids of the whole prompt: the cached ones before the boundary, then those of the new messages."""
     cache_entry: CachedConversation | None = None
-    """Cache entry by which the next turn is read; None if `conversation` serves for that as well."""
+    """New cache entry, for the next request. None: so little is new that `conversation` serves for that too."""
     read_s: float = 0.0
     """Time that reading the new messages took."""
 
     @property
     def replaced_entry(self) -> CachedConversation | None:
-        """The cached conversation that `cache_entry` replaces; None if both stay in the cache."""
+        """The earlier entry if the new one takes its place. It stays if the requests part before its last boundary."""
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
 
     def outline(self) -> Outline | None:
@@ -147,21 +123,38 @@ def _make_first_boundaries(
     `message_ends`: offsets in the body at which its messages end. `rendered`: all messages with the text of the prompt,
     whose ids are `token_ids`. The boundaries are in ascending order: each cuts the messages that the previous one left.
     """
+    message_count = len(rendered.messages)
     system_count = sum(1 for _ in takewhile(is_system_message, rendered.messages))
-    message_count_min = max(system_count + 1, MESSAGES_MIN)
+    later_count_max = message_count - max(system_count + 1, MESSAGES_MIN)
     boundaries: list[Boundary] = []
     for trailing_count in _choose_trailing_counts(request, message_ends):
-        message_offset = boundaries[-1].message_count if boundaries else 0
-        count_min = max(message_count_min - message_offset, 1)
-        cut = _cut_before_last(request, message_ends, rendered, trailing_count, count_min=count_min)
-        if cut is None:
+        later_count = _count_chat_messages(request, trailing_count)
+        later = rendered.cut_before_last(later_count) if later_count <= later_count_max else None
+        if later is None:
             continue
-        later_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
+        later_ids = rendered.renderer.tokenizer.encode_array(later.text, add_special_tokens=False)
         token_count = len(token_ids) - len(later_ids)
         if token_ids[token_count:] == later_ids:  # the ids can be cut at the same place as the text
-            boundaries.append(cut.make_boundary(message_offset, token_count))
-            rendered = cut.after
+            boundaries.append(_make_boundary(later, message_ends, trailing_count, message_count, token_count))
+            rendered = later
     return boundaries
+
+
+def _make_boundary(
+    later: RenderedMessages, message_ends: list[int], trailing_count: int, message_count: int, token_count: int
+) -> Boundary:
+    """Make the boundary before `later` messages, which are the last `trailing_count` of the body.
+
+    `message_count`, `token_count`: messages of the whole chat, and tokens of its prompt before the boundary.
+    """
+    return Boundary(
+        body_end=message_ends[-trailing_count - 1],
+        message_count=message_count - len(later.messages),
+        token_count=token_count,
+        placeholders=later.prefix,
+        starts_turn=later.messages[0].get("role") == "user",
+        trailing_count=trailing_count,
+    )
 
 
 def _choose_trailing_counts(request: RoutingRequest, message_ends: list[int]) -> list[int]:
@@ -178,50 +171,29 @@ def _choose_trailing_counts(request: RoutingRequest, message_ends: list[int]) ->
     return sorted((count for count in trailing_counts if 0 < count < message_count), reverse=True)
 
 
-def _cut_before_last(
-    request: RoutingRequest,
-    message_ends: list[int],
-    rendered: RenderedMessages,
-    trailing_count: int,
-    *,
-    count_min: int = 1,
-) -> _Cut | None:
-    """Cut a body and the text of its prompt before the last `trailing_count` messages of the body.
+def _count_chat_messages(request: RoutingRequest, trailing_count: int) -> int:
+    """Return how many messages of the chat the last `trailing_count` messages of the body become.
 
-    `message_ends`: offsets in the body at which messages end. `rendered`: the chat messages to be cut, with their text.
-    Return None if the text cannot be cut there, or if fewer than `count_min` chat messages come before the cut.
+    A message of Anthropic's API may become several, or none.
     """
-    if trailing_count >= len(message_ends):
-        return None
-    later_count = trailing_count
-    if isinstance(request.source, MessagesRequest):  # a message may become several of the chat, or none
-        later_count = len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
-    earlier_count = len(rendered.messages) - later_count
-    if later_count == 0 or earlier_count < count_min:
-        return None
-    after = rendered.cut_after(earlier_count)
-    if after is None:
-        return None
-    return _Cut(earlier_count, after, body_end=message_ends[-trailing_count - 1], trailing_count=trailing_count)
+    if isinstance(request.source, MessagesRequest):
+        return len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
+    return trailing_count
 
 
 # A body that continues a cached conversation --------------------------------------------------------------------------
 
 
 def continue_conversation(
-    conversation: CachedConversation,
-    boundary: Boundary,
-    body: bytes,
-    renderer: BoundaryRenderer,
-    *,
-    differs_before_next: bool = False,
+    match: BoundaryLocation, body: bytes, renderer: BoundaryRenderer, trailing_count: int = 1
 ) -> Continuation | None:
-    """Tokenise the prompt of a body that is equal to a cached one up to `boundary`, a place between two messages.
+    """Tokenise the prompt of a body that is equal to a cached one up to a boundary, a place between two messages.
 
     Only the messages after it are rendered and encoded; their ids are appended to the cached ones. Return None if more
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
-    `differs_before_next`: whether the body is known to differ from the cached one before the latter's next boundary.
+    `trailing_count`: last messages of the body that its next turn may change.
     """
+    conversation, boundary = match.conversation, match.boundary
     partial_body = parse_new_messages(conversation, boundary, body, renderer.template)
     if partial_body is None:
         return None
@@ -231,28 +203,24 @@ def continue_conversation(
     rendered = renderer.render_new(boundary.placeholders, partial_body.inputs, new_messages)
     if rendered is None:
         return None
-    cut = None
+    later = None  # the messages after the next boundary
+    message_ends: list[int] = []
     is_worthwhile = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
     if is_worthwhile and not depends_on_template(request.source):
-        trailing_count = _count_trailing_messages(conversation, boundary, differs_before_next=differs_before_next)
-        _, *new_message_ends = partial_body.messages_array.find_message_ends()
-        cut = _cut_before_last(request, new_message_ends, rendered, trailing_count)
+        message_ends = partial_body.find_new_message_ends()
+        if trailing_count < len(message_ends):
+            later = rendered.cut_before_last(_count_chat_messages(request, trailing_count))
 
     encode = partial(renderer.tokenizer.encode_array, add_special_tokens=False)
-    text_after_cut = "" if cut is None else cut.after.text
+    later_text = "" if later is None else later.text
     token_ids = conversation.token_ids[: boundary.token_count]
-    token_ids += encode(rendered.text.removesuffix(text_after_cut))
+    token_ids += encode(rendered.text.removesuffix(later_text))
     continuation = Continuation(conversation, boundary, request, new_messages, token_ids)
-    if cut is not None:
-        next_boundary = cut.make_boundary(boundary.message_count, token_count=len(token_ids))
-        token_ids += encode(text_after_cut)
+    if later is not None:
+        message_count = boundary.message_count + len(new_messages)
+        next_boundary = _make_boundary(later, message_ends, trailing_count, message_count, token_count=len(token_ids))
+        token_ids += encode(later_text)
         continuation.cache_entry = conversation.extend(
             boundary, next_boundary, new_messages, token_ids, partial_body.other_fields
         )
     return continuation
-
-
-def _count_trailing_messages(conversation: CachedConversation, boundary: Boundary, *, differs_before_next: bool) -> int:
-    """Return how many last messages the next turn may change: a few if this client has changed such messages before."""
-    has_changed_messages = differs_before_next and boundary is not conversation.boundaries[-1]
-    return TRAILING_MESSAGES if has_changed_messages or boundary.trailing_count == TRAILING_MESSAGES else 1

@@ -70,6 +70,10 @@ class PartialBody(msgspec.Struct, frozen=True, eq=False):
     other_fields: OtherFields | None
     """For the next turn; None if the body is not in OpenAI's format."""
 
+    def find_new_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which its new messages end."""
+        return self.messages_array.find_message_ends()[1:]
+
 
 def parse_new_messages(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
