@@ -17,16 +17,18 @@ import math
 
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
-from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
+from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer, TransferKind
 from router.edge.config import Timeouts
 from router.edge.continuation import build_continuation
-from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
+from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
-from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
+from router.edge.response_redactor import ResponseRedactor
 from router.edge.rewrite import Body, add_fields, build_response_head
+from router.edge.token_recorder import TokenRecorder
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
 from router.edge.upstream import Endpoint, UpstreamConnection, is_local_error
+from router.http.chunked import LAST_CHUNK, encode_chunk
 from router.http.connection import Client
 from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
@@ -37,8 +39,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = (
-        "_connection", "_filter", "_is_client_paused", "_is_resend", "_prefill", "_proxy", "_pull", "_response_head",
-        "client", "context",
+        "_adds_chunks", "_connection", "_is_client_paused", "_is_resend", "_prefill", "_proxy", "_pull", "_redactor",
+        "_response_head", "_unsent_head", "client", "context",
     )  # fmt: skip
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
@@ -55,8 +57,26 @@ class Exchange:
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
         self._pull: Transfer | None = None
         """Pull of a cached prefix by the chosen worker; None if there is none, or the worker refused its source."""
-        self._filter = ResponseFilter()
         self._is_client_paused = False
+
+        # The answer as the client gets it.
+        self._unsent_head = b""
+        """Head of the answer, which is sent together with the first content."""
+        self._adds_chunks = False
+        """Whether the content is sent in chunks, as the worker did, which clients of HTTP/1.0 do not understand."""
+        self._redactor: ResponseRedactor | None = None
+        """Blanks internal fields of the worker; None if all are shown, or the answer has no JSON."""
+
+    @property
+    def _decision(self) -> Decision:
+        """Decision of the present attempt."""
+        assert self.context.decision is not None
+        return self.context.decision
+
+    @property
+    def _recorder(self) -> TokenRecorder | None:
+        """Recorder of the tokens in the present worker's answer; None if they are not recorded."""
+        return None if self.context.continuation is None else self.context.continuation.recorder
 
     # From the core ------------------------------------------------------------------------------------------------
 
@@ -79,27 +99,26 @@ class Exchange:
             self._proxy.record_transfer_start(transfer)
         has_prompt = self.context.request.path in API_KIND_BY_PATH
         if transfer is not None and decision.is_split and has_prompt:
-            self._start_prefill(decision, transfer)
+            self._start_prefill(transfer)
         else:
-            self._start_attempt(decision)
+            self._start_attempt()
 
-    def _start_prefill(self, decision: Decision, transfer: Transfer) -> None:
+    def _start_prefill(self, transfer: Transfer) -> None:
         """Start the prefill at the source of a transfer, and the decode too if both are sent at once."""
         self._response_head = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
             self.on_prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
             return
-        prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, decision, handover)
+        prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, self._decision, handover)
         prefill.start()
         if prefill.is_concurrent and self._prefill is prefill:
-            self._start_attempt(decision)
+            self._start_attempt()
 
     def on_prefill_computed(self) -> None:
         """Record that another worker has computed the prompt, so that the chosen worker can fetch its KV and answer."""
-        prefill, decision = self._prefill, self.context.decision
+        prefill = self._prefill
         assert prefill is not None
-        assert decision is not None
         instructions = self._proxy.core.record_prefill_end(
             self.context.request_id,
             self._proxy.now(),
@@ -108,7 +127,7 @@ class Exchange:
         )
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:
-            self._start_attempt(decision)  # otherwise the chosen worker has the request already
+            self._start_attempt()  # otherwise the chosen worker has the request already
         elif prefill.needs_partner and prefill.is_decode_sent:  # SGLang: the KV has moved, so nothing is left to do
             prefill.close()
             self._prefill = None
@@ -120,8 +139,7 @@ class Exchange:
         the chosen worker has begun its answer, because then it has the KV cache of the prompt. `may_be_crash`: whether
         the request may have crashed the worker that failed.
         """
-        prefill, decision = self._prefill, self.context.decision
-        assert decision is not None
+        prefill = self._prefill
         if self._has_answer_begun:
             self._prefill = None
             return
@@ -130,7 +148,7 @@ class Exchange:
             return
         can_compute_alone = prefill is None or not prefill.needs_partner
         if can_compute_alone:
-            self._start_attempt(decision)
+            self._start_attempt()
         elif self._response_head is None:
             self._handle_failed_attempt(FailureKind.SOURCE, reason)
         elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
@@ -150,12 +168,13 @@ class Exchange:
         """Whether the client has the first bytes of the answer of the present attempt."""
         return self._response_head is not None and self.context.progress.first_byte_at_s is not None
 
-    def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
+    def _start_attempt(self, *, is_resend: bool = False) -> None:
+        """Send the request to the chosen worker. `is_resend`: over a new connection, as a kept-alive one broke."""
         self.context.progress.sent_at_s = None
         self._close_connection()
         self._response_head = None
         self._is_resend = is_resend
-        target = self._proxy.workers.get_endpoint(decision.worker)
+        target = self._proxy.workers.get_endpoint(self._decision.worker)
         if target is None:
             self._handle_failed_attempt(FailureKind.CONNECT, "the worker was removed")
         else:
@@ -181,7 +200,7 @@ class Exchange:
 
     def _is_stream_complete(self, head: ResponseHead) -> bool:
         """Return whether the client has the last event of a stream, and lacks at most the end of its body."""
-        context, is_stream = self.context, head.status == 200 and is_event_stream(head)
+        context, is_stream = self.context, head.status == 200 and head.is_event_stream
         has_begun = is_stream and self.client.has_response_started and not context.outcome
         return has_begun and context.progress.has_final_event(context.request.path)
 
@@ -208,12 +227,11 @@ class Exchange:
         If the client has gone meanwhile, the connection is kept for other requests. If the worker was to continue
         another worker's answer, but runs another engine, the answer is cut off.
         """
-        context, decision = self.context, self.context.decision
-        assert decision is not None
+        context = self.context
         if context.is_done:
             self._release_connection(reusable=True)
             return
-        head_and_body = self._build_request(decision, connection.target)
+        head_and_body = self._build_request(connection.target)
         if head_and_body is None:
             self._abort_response("no worker of the same engine is left", None)
             return
@@ -223,24 +241,24 @@ class Exchange:
         if self._is_client_paused:
             connection.pause_reading()
 
-    def _build_request(self, decision: Decision, endpoint: Endpoint) -> tuple[bytes, Body] | None:
+    def _build_request(self, endpoint: Endpoint) -> tuple[bytes, Body] | None:
         """Return head and body for the chosen worker; None if it cannot continue the answer."""
-        proxy, context = self._proxy, self.context
+        proxy, context, decision = self._proxy, self.context, self._decision
         continuation, path = context.continuation, None
         body: Body | None = context.request.pieces
         if continuation is not None:
             body, path = continuation.build_request_body(proxy.workers.get_engine(decision.worker)), continuation.path
         if body is None:
             return None
-        kv_fields = None if decision.transfer is None else self._take_kv_fields(decision)
+        kv_fields = None if decision.transfer is None else self._take_kv_fields()
         if kv_fields is not None:
             body = add_fields(body, kv_fields)
         return proxy.build_head(context, endpoint, decision.worker, decision.rank, body, path), body
 
-    def _take_kv_fields(self, decision: Decision) -> Fields | None:
+    def _take_kv_fields(self) -> Fields | None:
         """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
         if self._pull is not None:
-            return self._proxy.workers.make_pull_fields(self._pull, decision.predicted_cached_tokens)
+            return self._proxy.workers.make_pull_fields(self._pull, self._decision.predicted_cached_tokens)
         if self._prefill is None:
             return None
         kv_fields = self._prefill.take_decode_fields(self._proxy.now())
@@ -265,26 +283,43 @@ class Exchange:
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=self._is_resend)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
-        """Forward an answer's head and `data`, the first bytes of its body, unless another worker is tried instead."""
+        """Forward an answer's head and `data`, the first bytes of its body, unless another worker is tried instead.
+
+        If the worker continues an answer, the client has its head already, and gets the body only.
+        """
         if self._retry_after_status(head):
             return
-        if self.client.has_response_started:
-            self._forward_further_part(head, data)
-            return
-        self._response_head = head
-        self._filter.begin_answer(head, self._proxy.redacted_keys, is_http_1_0=self.context.request.is_http_1_0)
-        self._filter.begin_part(head, self.context.continuation)
-        self.on_attempt_body(head, data, client_head=self._build_client_head(head))
-
-    def _forward_further_part(self, head: ResponseHead, data: bytes) -> None:
-        """Forward the body of a worker that continues an answer, of which the client has the head and maybe a part."""
-        if is_readable_stream(head):
-            self._response_head = head
-            self._filter.begin_part(head, self.context.continuation)
-            self.on_attempt_body(head, data)
-        else:
+        if not self.client.has_response_started:
+            self._begin_response(head)
+        elif not head.is_readable_stream:
             reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
             self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
+            return
+        if self.context.continuation is not None and not head.is_readable_stream:
+            self.context.continuation.recorder = None  # no tokens can be recorded
+        self._response_head = head
+        self.on_attempt_body(head, data)
+
+    def _begin_response(self, head: ResponseHead) -> None:
+        """Decide how the client gets the answer that begins with this head of the worker, and build its own head."""
+        request, redacted_keys = self.context.request, self._proxy.redacted_keys
+        self._adds_chunks = head.is_chunked and not request.is_http_1_0
+        self._redactor = None
+        if redacted_keys is not None and head.has_json:
+            self._redactor = ResponseRedactor(redacted_keys)
+        self._unsent_head = build_response_head(
+            head,
+            self.context.trace_id,
+            self.context.decision if self._proxy.config.cache_headers else None,
+            is_chunked=self._adds_chunks,
+            keep_alive=self._keeps_alive(head),
+            cors_headers=self.client.cors_headers,
+        )
+
+    def _keeps_alive(self, head: ResponseHead) -> bool:
+        """Return whether the client's connection can carry further requests after this answer."""
+        is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
+        return self.context.request.keep_alive and is_delimited and not self.context.request.is_http_1_0
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
@@ -296,25 +331,25 @@ class Exchange:
         For example, a worker answers 503: another worker gets the request. If there is none, the client gets the 503. A
         worker that could not fetch KV cache from another worker is asked again, to compute the prompt itself.
         """
-        decision, failure_kind = self.context.decision, RETRYABLE_STATUSES.get(head.status)
+        failure_kind = RETRYABLE_STATUSES.get(head.status)
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
             if self._retry_without_prefill():
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
-        if head.status == 403 and decision is not None and self._pull is not None:
+        if head.status == 403 and self._pull is not None:
             self._pull = None
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
-            self._start_attempt(decision)
+            self._start_attempt()
             return True
         return failure_kind is not None and self._try_other_worker(failure_kind, head)
 
     def _retry_without_prefill(self) -> bool:
         """Have the chosen worker compute the prompt itself, as it could not fetch the KV; return False if it cannot."""
-        prefill, decision = self._prefill, self.context.decision
+        prefill = self._prefill
         self._drop_prefill("error", "the decode failed")
-        if prefill is None or prefill.needs_partner or decision is None:
+        if prefill is None or prefill.needs_partner:
             return False
-        self._start_attempt(decision)
+        self._start_attempt()
         return True
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
@@ -324,54 +359,52 @@ class Exchange:
             return False
         proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
         instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
-        if is_final_refusal(instructions, context.request_id):
-            proxy.perform(instructions[1:])  # the core has forgotten this request; these are for others
+        instructions = proxy.drop_refusal(context, instructions)
+        if not instructions:
             return False
         self.close()
         proxy.perform(instructions)
         return True
 
-    def _build_client_head(self, head: ResponseHead) -> bytes:
-        return build_response_head(
-            head,
-            self.context.trace_id,
-            self.context.decision if self._proxy.config.cache_headers else None,
-            is_chunked=self._filter.adds_chunks,
-            keep_alive=self._keeps_alive(head),
-            cors_headers=self.client.cors_headers,
-        )
-
-    def _keeps_alive(self, head: ResponseHead) -> bool:
-        is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
-        return self.context.request.keep_alive and is_delimited and not self.context.request.is_http_1_0
-
-    def on_attempt_body(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
-        """Forward the next bytes of the worker's answer to the client, after `client_head`, and end a complete answer.
+    def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
+        """Forward the next bytes of the worker's answer to the client, and end a complete answer.
 
         Bytes that the worker sends after the end of its answer are dropped.
         """
-        context, recorder, now = self.context, self._filter.recorder, self._proxy.now()
+        context, recorder, now = self.context, self._recorder, self._proxy.now()
         content, surplus = head.body.feed(data)
-        self._forward_content(head, content, client_head, now)
+        self._forward_content(head, content, now)
         if recorder is not None and recorder.has_worker_failed:
             if self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
                 return
-            self.client.write(encode_chunk(recorder.stop_recording()))  # its report, which was held back
-        if head.body.is_complete:
-            self._end_body(head, reusable=head.keep_alive and not surplus)
-        elif context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
-            self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
+            self._write(recorder.stop_recording())  # its report, which was held back
+        if not head.body.is_complete:
+            if context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
+                self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
+        elif recorder is not None and recorder.is_truncated:
+            self._handle_broken_response("the worker ended its answer without a finish reason")
+        else:
+            self._complete(head, reusable=head.keep_alive and not surplus)
 
-    def _forward_content(self, head: ResponseHead, content: bytes, client_head: bytes, now: float) -> None:
-        """Send the next content of an answer to the client, after `client_head`, and record the answer's progress."""
-        progress, response_filter = self.context.progress, self._filter
+    def _forward_content(self, head: ResponseHead, content: bytes, now: float) -> None:
+        """Send the next content of an answer to the client, and record the answer's progress."""
+        progress, continuation, is_last = self.context.progress, self.context.continuation, head.body.is_complete
         is_first_output = not progress.has_started and self._record_start(head, content, now)
-        content = response_filter.convert(content, is_last=head.body.is_complete)
-        if client_head or content:
-            self.client.write(client_head + (encode_chunk(content) if response_filter.adds_chunks else content))
+        if continuation is not None and continuation.recorder is not None:
+            content = continuation.record_and_convert(content, is_last=is_last)
+        if self._redactor is not None:
+            content = self._redactor.feed(content, ends=is_last)
+        self._write(content)
         progress.record(content, now)
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(self.context)
+
+    def _write(self, content: bytes) -> None:
+        """Send content to the client, after the head of the answer if that is not sent yet."""
+        data = self._unsent_head + (encode_chunk(content) if self._adds_chunks else content)
+        self._unsent_head = b""
+        if data:
+            self.client.write(data)
 
     def _record_start(self, head: ResponseHead, content: bytes, now: float) -> bool:
         """Record the first byte of an answer, and its first output. Return whether `content` has the first output."""
@@ -387,20 +420,13 @@ class Exchange:
             self._proxy.record_first_token(context, now)
         return True
 
-    def _end_body(self, head: ResponseHead, *, reusable: bool) -> None:
-        """End the answer with its body, unless events are missing in a stream. `reusable`: the worker's connection."""
-        recorder = self._filter.recorder
-        if recorder is not None and recorder.is_truncated:
-            self._handle_broken_response("the worker ended its answer without a finish reason")
-            return
-        if self._filter.adds_chunks:
-            self.client.write(LAST_CHUNK)
-        self._complete(head, reusable=reusable)
-
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
-        """End the exchange after the complete answer."""
+        """End the exchange, as the client has the whole content. `reusable`: the connection to the worker."""
+        if self._adds_chunks:
+            self.client.write(LAST_CHUNK)
         if self._record_completion(head, reusable=reusable):
-            self.client.finish(keep_alive=self._keeps_alive(head))
+            has_body_ended = self._adds_chunks or head.body.is_complete
+            self.client.finish(keep_alive=has_body_ended and self._keeps_alive(head))
 
     def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
         """Record that the client has the complete answer, and release the connection to the worker.
@@ -436,13 +462,13 @@ class Exchange:
         `is_stale`: whether a kept-alive connection was closed before the first byte of the answer. Engines do that at
         any time, so the request is sent once more over a new connection, and no failure is counted.
         """
-        head, decision, self._connection = self._response_head, self.context.decision, None
+        head, self._connection = self._response_head, None
         if head is not None:
             self._end_with_connection(head, reason)
-        elif is_stale and decision is not None:
+        elif is_stale:
             if self._prefill is not None:
                 self._prefill.is_decode_sent = False  # the worker did not read the request, so it fetched no KV
-            self._start_attempt(decision, is_resend=True)
+            self._start_attempt(is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
 
@@ -532,19 +558,11 @@ class Exchange:
         self.close()
         head = self._response_head
         if head is not None and self._is_stream_complete(head):
-            self._terminate_body(head)
+            self._complete(head, reusable=False)
         elif not self.client.has_response_started:
             self._handle_failed_attempt(FailureKind.RESET, reason)
         elif not self._continue_elsewhere(reason, kind):
             self._abort_response(reason, kind)
-
-    def _terminate_body(self, head: ResponseHead) -> None:
-        """End the body for a client that has the last event, as the worker has closed its connection."""
-        if self._filter.adds_chunks:
-            self.client.write(LAST_CHUNK)
-            self._complete(head, reusable=False)
-        elif self._record_completion(head, reusable=False):
-            self.client.abort_response()
 
     def _abort_response(self, reason: str, kind: FailureKind | None) -> None:
         """Cut off an answer that has begun at the client. `kind`: the failure; None if no worker failed."""
@@ -564,20 +582,27 @@ class Exchange:
         stream to the client. `is_move`: the worker's connection is intact, so without another worker the answer stays
         where it is.
         """
-        head, route = self._response_head, self.context.route
-        has_ended = self.context.is_done or not self._proxy.is_in_core(self.context)
-        if has_ended or route is None or head is None or not is_readable_stream(head):
+        proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
+        has_ended = context.is_done or not proxy.is_in_core(context)
+        if has_ended or route is None or head is None or not head.is_readable_stream:
             return False
         if self._write_end_events(head, reason):
             return True  # the client had all tokens already
         continuation_route = self._build_continuation_route(route)
         if continuation_route is None:
             return False
-        instructions = self._choose_other_worker(continuation_route, kind, is_move=is_move)
-        if instructions is None:
+        now = proxy.now()
+        if is_move:
+            is_stalled = kind is FailureKind.STALLED
+            instructions = proxy.core.move_request(context.request_id, now, continuation_route, is_stalled=is_stalled)
+        else:
+            silent_s = now - context.progress.last_byte_at_s
+            instructions = proxy.core.fail_attempt(context.request_id, kind, now, continuation_route, silent_s=silent_s)
+        instructions = proxy.drop_refusal(context, instructions)
+        if not instructions:
             return False
         self._leave_worker(continuation_route, reason, kind)
-        self._proxy.perform(instructions)
+        proxy.perform(instructions)
         return True
 
     def _leave_worker(self, continuation_route: RouteRequest, reason: str, kind: FailureKind) -> None:
@@ -591,29 +616,6 @@ class Exchange:
         context.route, self._response_head = continuation_route, None
         context.progress.restart()
 
-    def _choose_other_worker(
-        self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
-    ) -> list[Instruction] | None:
-        """Choose another worker for the rest of an answer; return the core's instructions, or None if there is none.
-
-        `is_move`: the present worker still works, and keeps the answer if there is no other one.
-        """
-        core, request_id, now = self._proxy.core, self.context.request_id, self._proxy.now()
-        if is_move:
-            is_stalled = kind is FailureKind.STALLED
-            instructions = core.move_request(request_id, now, continuation_route, is_stalled=is_stalled)
-            if not instructions:
-                return None
-        else:
-            silent_s = now - self.context.progress.last_byte_at_s
-            instructions = core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
-        if is_final_refusal(instructions, request_id):
-            # The first instruction refuses the request, but its client has a part of the answer already.
-            instructions_for_others = instructions[1:]
-            self._proxy.perform(instructions_for_others)
-            return None
-        return instructions
-
     def _write_end_events(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream if the client has its last token; return False if tokens are missing."""
         context, continuation = self.context, self.context.continuation
@@ -624,7 +626,7 @@ class Exchange:
         if end_events is None:
             return False
         self._proxy.record_broken_stream(context, "completed", reason)
-        self.client.write(encode_chunk(end_events) + LAST_CHUNK)
+        self._write(end_events)
         self._complete(head, reusable=False)
         return True
 
@@ -632,14 +634,11 @@ class Exchange:
         """Return the core's request for the rest of a streamed answer; None if no worker can continue it."""
         continuation = self.context.continuation
         if continuation is None or continuation.recorder is None:  # the tokens that the client has are unknown
-            return route if self._may_repeat() else None
+            has_body_begun = self.context.progress.first_byte_at_s is not None
+            may_repeat = not has_body_begun and not self._decision.attempt
+            return route if may_repeat else None
         same_engine_workers = self._proxy.workers.find_workers_of_engine(continuation.engine)
         return continuation.build_continuation_route(route, self.context.model_tokens_max, same_engine_workers)
-
-    def _may_repeat(self) -> bool:
-        """Return whether the request may be sent again, once: the client has the head of its answer, but no body."""
-        decision, has_body_begun = self.context.decision, self.context.progress.first_byte_at_s is not None
-        return not has_body_begun and decision is not None and not decision.attempt
 
     def close(self) -> None:
         """Close the connections to workers that handle the request, which makes these workers stop."""

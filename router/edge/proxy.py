@@ -186,6 +186,17 @@ class Proxy:
         except Exception as error:  # noqa: BLE001  this may run at the end of another request
             self.end_crashed(exchange, error)
 
+    def drop_refusal(self, context: RequestContext, instructions: list[Instruction]) -> list[Instruction]:
+        """Return instructions by which another worker gets a request; none if the core has no other worker for it.
+
+        Then the first instruction refuses the request, and the others, which are for other requests, are carried out.
+        """
+        first_instruction = instructions[0] if instructions else None
+        if not isinstance(first_instruction, Refuse) or first_instruction.request_id != context.request_id:
+            return instructions
+        self.perform(instructions[1:])
+        return []
+
     def tick_core(self, now: float) -> None:
         """Run the core's timers that are due. Call every tick."""
         due_at_s = self.core.next_tick()
@@ -220,8 +231,7 @@ class Proxy:
         if kind is not None:
             silent_s = now - context.progress.last_byte_at_s
             instructions += self.core.fail_attempt(request_id, kind, now, silent_s=silent_s)
-        if not is_final_refusal(instructions, request_id):
-            instructions += self.core.abort_request(request_id, now)
+        instructions += self.core.abort_request(request_id, now)  # does nothing if the core has refused the request
         self.perform(
             instruction
             for instruction in instructions
@@ -396,15 +406,6 @@ class Proxy:
         if worker is None:
             return "the worker was removed"
         return "the worker sleeps" if worker.is_asleep else None
-
-
-def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
-    """Return whether the core refuses this request, as it has no other worker for it.
-
-    A refusal comes first in the list. The instructions after it are for other requests.
-    """
-    first_instruction = instructions[0] if instructions else None
-    return isinstance(first_instruction, Refuse) and first_instruction.request_id == request_id
 
 
 def _log_decision(context: RequestContext, decision: Decision) -> None:

@@ -25,6 +25,14 @@ _TRAILER_PATTERN = re.compile(
 )
 
 
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def encode_chunk(content: bytes) -> bytes:
+    """Return a chunk of a chunked body; no bytes if there is no content, as an empty chunk ends the body."""
+    return b"%x\r\n%b\r\n" % (len(content), content) if content else b""
+
+
 class BodyTooLarge(Exception):
     """The body has more content than its bound allows."""
 

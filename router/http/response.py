@@ -75,6 +75,27 @@ class ResponseHead(msgspec.Struct, eq=False):
     """Value of content-length, which an answer to HEAD has without a body."""
     keep_alive: bool
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the answer is a stream of events without a content coding."""
+        return b"event-stream" in self._plain_content_type
+
+    @property
+    def is_readable_stream(self) -> bool:
+        """Whether the answer is a stream with events that can be recorded."""
+        return self.status == 200 and self.is_chunked and self.is_event_stream
+
+    @property
+    def has_json(self) -> bool:
+        """Whether the answer is JSON, or a stream of it, without a content coding."""
+        return b"json" in self._plain_content_type or self.is_event_stream
+
+    @property
+    def _plain_content_type(self) -> bytes:
+        """Value of content-type; empty if there is none, or if the content has a coding, such as gzip."""
+        has_coding = self.headers.get(b"content-encoding") is not None
+        return b"" if has_coding else self.headers.get(b"content-type") or b""
+
 
 def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
     """Parse the head of the response to a `method` request; return it and the bytes after it, or None if incomplete.

@@ -21,7 +21,6 @@ from router.decide.core import RouterCore
 from router.decide.placement import RequestPlacer
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.edge.response_filter import ResponseFilter
 from router.edge.response_progress import ResponseProgress
 from router.edge.upstream import JOIN_BYTES_MAX, READ_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.body_pieces import PIECE_BYTES
@@ -40,7 +39,7 @@ CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (
-    Exchange, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
+    Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
     Proxy, ClientConnection,
 )  # fmt: skip
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
