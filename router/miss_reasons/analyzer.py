@@ -19,11 +19,11 @@ from router.miss_reasons.attribution import (
     MissFacts,
     Placement,
     attribute_misses,
-    attribute_without_comparison,
+    attribute_without_match,
     correct_ranges,
 )
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.explanation import MissExplanation, UncachedRange
+from router.miss_reasons.explanation import NOT_COMPARED, MissExplanation, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptHistory, PromptMatch
 
 
@@ -57,7 +57,7 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
         decision = self.placement.decision
         uncached_ranges = self.compared_ranges
         if uncached_ranges is None:
-            uncached_ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
+            uncached_ranges = attribute_without_match(self.prompt_tokens, self.placement, NOT_COMPARED)
         if self.reported_tokens is not None:
             uncached_ranges = correct_ranges(uncached_ranges, self.prompt_tokens, decision, self.reported_tokens)
         # `most_cached` is None if no other worker had more cached tokens than the chosen one.
@@ -182,14 +182,17 @@ def _compare_with_last_prompt(
     `match`: the last prompt. None: the prompt is the first of its conversation, and all of its tokens are new, unless
     earlier prompts may not have been stored. In that case nothing is compared.
     """
-    is_compared = match is not None or not prompt.is_history_incomplete
-    uncached_ranges = attribute_misses(prompt, match, placement, facts) if is_compared else None
+    compared_ranges = None
+    if match is not None:
+        compared_ranges = attribute_misses(match, placement, facts)
+    elif not prompt.is_history_incomplete:
+        compared_ranges = attribute_without_match(len(prompt.token_ids), placement, "new_session")
     return AnalyzedRequest(
         id=prompt.request_id,
         session=prompt.session,
         prompt_tokens=len(prompt.token_ids),
         placement=placement,
-        compared_ranges=uncached_ranges,
+        compared_ranges=compared_ranges,
         is_final=prompt.route.is_final,
         is_sampled=prompt.is_sampled,
     )

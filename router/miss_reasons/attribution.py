@@ -9,13 +9,13 @@ Invariant: the ranges cover these tokens in order and without a gap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
-from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
+from router.miss_reasons.explanation import UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptMatch
 
 BLOCK_TOKENS: Final = 16
@@ -63,12 +63,24 @@ class MissFacts(Protocol):
 
 
 class _RangeBuilder:
-    """Builds a prompt's ranges of uncached tokens, without gaps: the next range begins at `offset`."""
+    """Builds a prompt's ranges of uncached tokens, without gaps: the next range begins at `offset`.
 
-    def __init__(self, offset: int, prompt_tokens: int) -> None:
-        self.offset = offset
+    The first range begins after the tokens cached at the chosen worker. If another worker has more of the prompt
+    cached, the range ends with these tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, placement: Placement) -> None:
         self.prompt_tokens = prompt_tokens
+        self.placement = placement
+        self.offset = min(placement.decision.predicted_cached_tokens, prompt_tokens)
         self.ranges: list[UncachedRange] = []
+        best = placement.decision.most_cached
+        if best is not None:
+            chosen_ttft_s = placement.decision.terms.ttft_s
+            self.add(
+                "cached_elsewhere", best.cached_tokens, worker=best.worker, chosen_ttft_s=chosen_ttft_s,
+                best_ttft_s=best.ttft_s,
+            )  # fmt: skip
 
     def add(self, reason: str, end: int, **details: Any) -> None:
         """Append the range of tokens from `offset` to `end`, or to the end of the prompt. An empty one is not added.
@@ -85,6 +97,18 @@ class _RangeBuilder:
             self.ranges.append(uncached_range)
         self.offset = end
 
+    def add_evicted(self) -> None:
+        """Add the tokens that some worker had cached and has removed, up to the end of the removed prefix."""
+        removed = self.placement.removed_prefix
+        if removed is not None:
+            lost_ago_s = round(self.placement.at_s - removed.removed_at_s, 3)
+            self.add("evicted", removed.end_token, worker=removed.worker, lost_ago_s=lost_ago_s)
+
+    def round_down_to_blocks(self, tokens: int) -> int:
+        """Return how many of the first `tokens` can be cached: whole blocks, and never the last token of the prompt."""
+        cacheable_tokens = min(tokens, self.prompt_tokens - 1)
+        return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
+
 
 def find_first_missing_token(decision: Decision) -> int:
     """Return the position of the first token of a prompt that no candidate has cached."""
@@ -92,11 +116,14 @@ def find_first_missing_token(decision: Decision) -> int:
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
 
 
-def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> list[UncachedRange]:
-    """Return the uncached ranges of a prompt, with the reasons that the decision and the index alone show."""
-    builder = _make_builder(prompt_tokens, placement.decision)
-    _add_evicted(builder, placement)
-    builder.add(NOT_COMPARED, prompt_tokens)
+def attribute_without_match(prompt_tokens: int, placement: Placement, reason: str) -> list[UncachedRange]:
+    """Return the uncached ranges of a prompt that is compared with no other one.
+
+    The decision and the index alone show some reasons; the tokens after these have the given one.
+    """
+    builder = _RangeBuilder(prompt_tokens, placement)
+    builder.add_evicted()
+    builder.add(reason, prompt_tokens)
     return builder.ranges
 
 
@@ -122,130 +149,70 @@ def correct_ranges(
     return [uncached for uncached in started_ranges if uncached.end > uncached.start]
 
 
-def attribute_misses(
-    prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
-) -> list[UncachedRange]:
+def attribute_misses(match: PromptMatch, placement: Placement, facts: MissFacts) -> list[UncachedRange]:
     """Return the ranges of a prompt's tokens that the chosen worker has to compute, each with the reason.
 
-    `match`: the conversation's last prompt; None if there is none. For example, a prompt of 100 tokens begins with the
-    70 tokens of the last prompt and its answer, and the worker has the first 32 cached, in blocks of 16. Then tokens 32
-    to 63 were evicted, 64 to 69 are a partial block, and 70 to 99 are new text.
+    `match`: the prompt and its conversation's last one. For example, a prompt of 100 tokens begins with the 70 tokens
+    of the last prompt and its answer, and the worker has the first 32 cached, in blocks of 16. Then tokens 32 to 63
+    were evicted, 64 to 69 are a partial block, and 70 to 99 are new text.
     """
-    builder = _make_builder(len(prompt.token_ids), placement.decision)
-    if match is None:
-        _add_evicted(builder, placement)
-        builder.add("new_session", builder.prompt_tokens)
-        return builder.ranges
-    comparison = _Comparison(match, placement, facts)
+    builder = _RangeBuilder(len(match.prompt.token_ids), placement)
+    # First the tokens that both prompts have in common.
     if match.scope_difference is None:
-        _add_lost(builder, comparison)
+        _add_lost(builder, match, facts)
     else:
-        _add_other_scope(builder, comparison, match.scope_difference)
-    _add_changed(builder, comparison)
-    reason = "new_text" if match.is_same_session else "new_session"
-    builder.add(reason, builder.prompt_tokens)
-    return builder.ranges
-
-
-class _Comparison(NamedTuple):
-    """A prompt and the last prompt of its conversation, with what is known of the workers' caches."""
-
-    match: PromptMatch
-    placement: Placement
-    facts: MissFacts
-
-    @property
-    def usable_tokens(self) -> int:
-        """Number of tokens in full blocks that the new prompt has in common with the last prompt and its answer."""
-        match = self.match
-        repeated_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
-        return self.round_down_to_blocks(repeated_tokens)
-
-    def round_down_to_blocks(self, tokens: int) -> int:
-        """Return how many of the first `tokens` can be cached: whole blocks, and never the last token of the prompt."""
-        cacheable_tokens = min(tokens, len(self.match.prompt.token_ids) - 1)
-        return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
-
-
-def _make_builder(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
-    """Make the builder of a prompt's uncached ranges, which begin after the tokens cached at the chosen worker.
-
-    The first range are the tokens that another worker has cached, if there is one with more of the prompt.
-    """
-    first_uncached_token = min(decision.predicted_cached_tokens, prompt_tokens)
-    builder = _RangeBuilder(first_uncached_token, prompt_tokens)
-    best = decision.most_cached
-    if best is None:
-        return builder
-    builder.add(
-        "cached_elsewhere",
-        best.cached_tokens,
-        worker=best.worker,
-        chosen_ttft_s=decision.terms.ttft_s,
-        best_ttft_s=best.ttft_s,
-    )
-    return builder
-
-
-def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
-    """Add the tokens that some worker had cached and has removed, up to the end of the removed prefix."""
-    removed_prefix = placement.removed_prefix
-    if removed_prefix is not None:
-        lost_ago_s = round(placement.at_s - removed_prefix.removed_at_s, 3)
-        builder.add("evicted", removed_prefix.end_token, worker=removed_prefix.worker, lost_ago_s=lost_ago_s)
-
-
-def _add_other_scope(builder: _RangeBuilder, comparison: _Comparison, scope_difference: str) -> None:
-    """Add the tokens shared with a last prompt that was for another model, LoRA adapter or cache salt.
-
-    Blocks of one of these are of no use to another, though the tokens are the same.
-    """
-    match, block_tokens = comparison.match, comparison.placement.block_tokens
-    _add_evicted(builder, comparison.placement)
-    builder.add(scope_difference, match.common_tokens - match.common_tokens % block_tokens)
-    builder.add("partial_block", match.common_tokens)
-
-
-def _add_lost(builder: _RangeBuilder, comparison: _Comparison) -> None:
-    """Add the tokens that the conversation's last prompt left in a cache, and that are no longer there."""
-    match, placement = comparison.match, comparison.placement
-    if builder.offset < comparison.usable_tokens:
-        # Some worker has told that it removed the first of these blocks.
-        _add_evicted(builder, placement)
-    # No worker has told of the others, so their loss is inferred from the state of the last prompt's worker.
-    if builder.offset < comparison.round_down_to_blocks(match.common_tokens):
-        reason, lost_ago_s = _classify_loss(match.previous, comparison.facts, placement.at_s)
-        builder.add(reason, comparison.usable_tokens, worker=match.previous.worker, lost_ago_s=lost_ago_s)
-
-
-def _add_changed(builder: _RangeBuilder, comparison: _Comparison) -> None:
-    """Add the tokens from the first one that differs from the conversation's last prompt, or else from its answer."""
-    match = comparison.match
+        _add_other_scope(builder, match, match.scope_difference)
+    # Then the tokens that were changed.
     if match.is_continuation:
-        _add_rewritten_answer(builder, comparison)
+        _add_rewritten_answer(builder, match)
     elif match.is_same_session and match.scope_difference is None:
-        reason, message_index = _classify_message_difference(match, comparison.facts)
+        reason, message_index = _classify_message_difference(match, facts)
         changed_until = max(match.previous.cacheable_tokens, match.common_tokens + 1)
         builder.add(reason, changed_until, position=match.common_tokens, message=message_index)
     else:  # a prompt of the parent session, or of another model: nothing in it was changed
         builder.add("partial_block", match.common_tokens)
+    # The others were added at the end.
+    builder.add("new_text" if match.is_same_session else "new_session", builder.prompt_tokens)
+    return builder.ranges
 
 
-def _add_rewritten_answer(builder: _RangeBuilder, comparison: _Comparison) -> None:
+def _add_other_scope(builder: _RangeBuilder, match: PromptMatch, scope_difference: str) -> None:
+    """Add the tokens shared with a last prompt that was for another model, LoRA adapter or cache salt.
+
+    Blocks of one of these are of no use to another, though the tokens are the same.
+    """
+    builder.add_evicted()
+    builder.add(scope_difference, match.common_tokens - match.common_tokens % builder.placement.block_tokens)
+    builder.add("partial_block", match.common_tokens)
+
+
+def _add_lost(builder: _RangeBuilder, match: PromptMatch, facts: MissFacts) -> None:
+    """Add the tokens that the conversation's last prompt left in a cache, and that are no longer there."""
+    usable_tokens = builder.round_down_to_blocks(match.repeated_tokens)
+    if builder.offset < usable_tokens:
+        # Some worker has told that it removed the first of these blocks.
+        builder.add_evicted()
+    # No worker has told of the others, so their loss is inferred from the state of the last prompt's worker.
+    if builder.offset < builder.round_down_to_blocks(match.common_tokens):
+        reason, lost_ago_s = _classify_loss(match.previous, facts, builder.placement.at_s)
+        builder.add(reason, usable_tokens, worker=match.previous.worker, lost_ago_s=lost_ago_s)
+
+
+def _add_rewritten_answer(builder: _RangeBuilder, match: PromptMatch) -> None:
     """Add the tokens at the end of the last prompt and its answer, which the new prompt repeats.
 
     Tokens that fill no whole block were never cached. If whole blocks are missing, although no worker lost them, the
     client or the chat template has written the answer otherwise than the model did.
     """
-    previous, outline = comparison.match.previous, comparison.match.prompt.outline
-    is_partial_block = builder.offset >= comparison.usable_tokens
+    previous, outline = match.previous, match.prompt.outline
+    is_partial_block = builder.offset >= builder.round_down_to_blocks(match.repeated_tokens)
     if is_partial_block or outline is None:
         builder.add("partial_block", previous.cacheable_tokens)
         return
     answer_index = previous.message_count  # the answer follows the messages of the last prompt
     answer_change = classify_answer_change(outline, answer_index)
     if answer_change is not None:
-        position = max(builder.offset, comparison.match.common_tokens)
+        position = max(builder.offset, match.common_tokens)
         builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
 
 

@@ -122,6 +122,11 @@ class PromptMatch:
         return self.common_tokens == len(self.previous.token_ids)
 
     @property
+    def repeated_tokens(self) -> int:
+        """Tokens of the earlier prompt and of its answer with which the new prompt begins, as far as is known."""
+        return self.previous.cacheable_tokens if self.is_continuation else self.common_tokens
+
+    @property
     def is_same_session(self) -> bool:
         """Whether both are of the same session; False if the earlier prompt is of the parent session."""
         return self.previous.session == self.prompt.session
