@@ -259,12 +259,20 @@ def test_engines_of_two_ranks_exchange_blocks_of_both_ranks_and_none_with_one_ra
         status, _, answer = call(consumer.url + path, {**body, "kv_transfer_params": params})
         assert status == 200
         assert _texts(answer) == _texts(answers[0]) == _texts(answers[1])
+        wait_until(lambda: metrics(consumer)["pulls_total"] == 1, "statistics come after the answer")
         assert cached_tokens(answer["usage"]) == metrics(consumer)["pulled_blocks_total"] * 16 > 300
         _, other_body = bodies("completions")
         assert call(f"{source.url}/v1/completions", other_body)[0] == 200
-        before = metrics(single_rank)['failures_total{reason="incompatible"}']
+        before = metrics(single_rank)
         assert call(f"{single_rank.url}/v1/completions", {**other_body, "kv_transfer_params": params})[0] == 200
-        assert metrics(single_rank)['failures_total{reason="incompatible"}'] == before + 1
+        wait_until(
+            lambda: metrics(single_rank)["pulls_total"] > before["pulls_total"], "statistics of the refused pull"
+        )
+        after = metrics(single_rank)
+        assert {name for name in after if "failures" in name and after[name] != before[name]} == {
+            'failures_total{reason="incompatible"}'
+        }
+        assert after['failures_total{reason="incompatible"}'] == before['failures_total{reason="incompatible"}'] + 1
     finally:
         for program in programs:
             program.close()
