@@ -20,8 +20,8 @@ from prompts import field_error
 _JSON = "application/json"
 
 
-def json_response(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type=_JSON)
+def json_response(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=_JSON)
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -29,6 +29,8 @@ class ContentBlock:
     name: str = ""
     """Name of the called function; empty for other blocks."""
     texts: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    """JSON of the logprobs of the text's tokens, which a formatter adds if the request asks for them."""
 
     @property
     def text(self) -> str:
@@ -56,9 +58,11 @@ class ContentBlocks:
         """`custom_tools`: names of the tools whose calls are custom calls."""
         self.blocks: list[ContentBlock] = []
         self._custom_tools = custom_tools
-        self._current_block: ContentBlock | None = None
+        self._open_block: ContentBlock | None = None
         self._input_decoder = CustomInputDecoder()
         """Decoder of the last custom call's input."""
+        self._events: list[BlockEvent] = []
+        """Events that `push` or `finish` is about to return."""
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
         """Add the next piece of an answer, and return the block events that it causes, in order.
@@ -66,66 +70,65 @@ class ContentBlocks:
         Only the first piece of a tool call has a name. A piece without a name continues the call that is open, so it
         comes before new reasoning and text. Calls that begin in this delta come last.
         """
-        events: list[BlockEvent] = []
         for call in delta.tool_calls:
             continues_open_call = call.name is None
             if continues_open_call:
-                self._append_text(call.arguments, events)
+                self._append_text(call.arguments)
         if delta.reasoning:
-            self._continue_block("reasoning", delta.reasoning, events)
+            self._continue_block("reasoning", delta.reasoning)
         if delta.text:
-            self._continue_block("text", delta.text, events)
+            self._continue_block("text", delta.text)
         for call in delta.tool_calls:
             if call.name is not None:
                 kind: BlockKind = "custom_call" if call.name in self._custom_tools else "call"
-                self._start_block(ContentBlock(kind, len(self.blocks), id=call.id or "", name=call.name), events)
-                self._append_text(call.arguments, events)
-        return events
+                self._start_block(kind, call.id or "", call.name)
+                self._append_text(call.arguments)
+        return self._take_events()
 
     def finish(self) -> list[BlockEvent]:
         """Stop the last block. An empty answer has one empty block of text, because some clients expect one."""
-        events: list[BlockEvent] = []
         if not self.blocks:
-            self._start_block(ContentBlock("text", 0), events)
-        self._stop_block(events)
-        return events
+            self._start_block("text")
+        self._stop_block()
+        return self._take_events()
 
     def add_whole_choice(self, choice: Choice) -> None:
         """Add a choice that collected its whole text, and stop the last block."""
         self.push(ChoiceDelta(choice.text, choice.reasoning, choice.tool_calls))
         self.finish()
 
-    def _continue_block(self, kind: BlockKind, text: str, events: list[BlockEvent]) -> None:
+    def _take_events(self) -> list[BlockEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _continue_block(self, kind: BlockKind, text: str) -> None:
         """Append text to the open block, or to a new one if that is of another kind."""
-        if self._current_block is None or self._current_block.kind != kind:
-            self._start_block(ContentBlock(kind, len(self.blocks)), events)
-        self._append_text(text, events)
+        if self._open_block is None or self._open_block.kind != kind:
+            self._start_block(kind)
+        self._append_text(text)
 
-    def _append_text(self, text: str, events: list[BlockEvent]) -> None:
+    def _append_text(self, text: str) -> None:
         """Append text to the open block. Of a custom call, only the decoded input is appended."""
-        block = self._current_block
+        block = self._open_block
         assert block is not None, "the first piece of a call has its name"
-        self._add_delta(block, self._input_decoder.push(text) if block.kind == "custom_call" else text, events)
+        self._add_delta(block, self._input_decoder.push(text) if block.kind == "custom_call" else text)
 
-    def _add_delta(self, block: ContentBlock, text: str, events: list[BlockEvent]) -> None:
-        """Append text to a block, unless it is empty, and report it."""
+    def _add_delta(self, block: ContentBlock, text: str) -> None:
         if text:
             block.texts.append(text)
-            events.append(BlockEvent("delta", block, text))
+            self._events.append(BlockEvent("delta", block, text))
 
-    def _start_block(self, block: ContentBlock, events: list[BlockEvent]) -> None:
-        self._stop_block(events)
-        self.blocks.append(block)
-        self._current_block = block
-        if block.kind == "custom_call":
+    def _start_block(self, kind: BlockKind, id: str = "", name: str = "") -> None:
+        self._stop_block()
+        self._open_block = ContentBlock(kind, len(self.blocks), id, name)
+        self.blocks.append(self._open_block)
+        if kind == "custom_call":
             self._input_decoder = CustomInputDecoder()
-        events.append(BlockEvent("start", block))
+        self._events.append(BlockEvent("start", self._open_block))
 
-    def _stop_block(self, events: list[BlockEvent]) -> None:
-        block = self._current_block
-        if block is None:
-            return
-        if block.kind == "custom_call":
-            self._add_delta(block, self._input_decoder.finish(), events)
-        events.append(BlockEvent("stop", block))
-        self._current_block = None
+    def _stop_block(self) -> None:
+        block, self._open_block = self._open_block, None
+        if block is not None:
+            if block.kind == "custom_call":
+                self._add_delta(block, self._input_decoder.finish())
+            self._events.append(BlockEvent("stop", block))

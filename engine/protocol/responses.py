@@ -8,7 +8,6 @@ length limit ended the answer, or response.failed.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,8 +50,6 @@ class ResponsesFormatter:
         self._choice = generation.choices[0]
         self.context = context
         self._blocks = ContentBlocks({name for name, tool in context.tools.items() if tool.is_custom})
-        self._is_finished = False
-        """Whether the answer has ended. Its last block may be incomplete, because a length limit cut it."""
         self._sequence_number = -1
         """Number of the last event."""
 
@@ -62,8 +59,6 @@ class ResponsesFormatter:
         """Logprobs of tokens with text that is held back."""
         self._text_logprobs: list[bytes] = []
         """Logprobs of text that is in no block yet."""
-        self._logprobs_by_block: defaultdict[int, list[bytes]] = defaultdict(list)
-        """Logprobs of each block of text, by the block's index."""
 
     def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[None]:
         """Format the logprobs of a delta, and remove them. Yields after every position.
@@ -96,7 +91,6 @@ class ResponsesFormatter:
 
     def format_end(self) -> bytes:
         """Return the bytes that follow the last piece."""
-        self._is_finished = True
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
         response = self.make_final_response()
         return events + self._format_event(f"response.{response['status']}", response=response)
@@ -132,7 +126,7 @@ class ResponsesFormatter:
         if block.kind == "text":
             part = _make_text_part(block.text, logprobs=[])
             events += self._format_event("response.content_part.done", **self._locate(block), part=part)
-        is_cut = self._is_finished and self._choice.finish_reason == "length"
+        is_cut = self._choice.finish_reason == "length" and block is self._blocks.blocks[-1]
         item = self._make_item(block, "incomplete" if is_cut else "completed")
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
@@ -150,7 +144,7 @@ class ResponsesFormatter:
     def _place_text_logprobs(self, block: ContentBlock) -> list[bytes]:
         """Add the logprobs of the newest text to those of its block, and return them."""
         logprobs, self._text_logprobs = self._text_logprobs, []
-        self._logprobs_by_block[block.index] += logprobs
+        block.logprobs += logprobs
         return logprobs
 
     def _locate(self, block: ContentBlock) -> JsonObject:
@@ -219,7 +213,7 @@ class ResponsesFormatter:
             reasoning_parts = [{"type": "reasoning_text", "text": text}] if text else []
             return {"type": "reasoning", **fields, "summary": [], "content": reasoning_parts}
         if block.kind == "text":
-            logprobs = None if self._logprobs is None else join_json_list(self._logprobs_by_block[block.index])
+            logprobs = None if self._logprobs is None else join_json_list(block.logprobs)
             text_parts = [] if status == "in_progress" else [_make_text_part(text, logprobs)]
             return {"type": "message", **fields, "role": "assistant", "content": text_parts}
         tool = self._get_client_tool(block)
