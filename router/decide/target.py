@@ -100,10 +100,8 @@ class InFlightRequest(msgspec.Struct, eq=False):
     prefill_done_s: float = 0.0
     """Part of `prefill_s` that was computed before other requests went first."""
     phase: RequestPhase = RequestPhase.PREFILL
-    context_tokens: int = 0
-    """Tokens of the prompt and of the answer so far, once the request decodes."""
     output_tokens: int = 0
-    """Tokens of the answer that the edge has counted."""
+    """Tokens of the answer that the edge has counted so far."""
     observed_totals: WorkTotals | None = None
     """Work of the target up to the last time that its speed was learned from this answer, at first its first token."""
     observed_output_tokens: int = 1
@@ -124,9 +122,14 @@ class InFlightRequest(msgspec.Struct, eq=False):
         return self.phase in (RequestPhase.SOURCE_PREFILL, RequestPhase.TRANSFER)
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def overdue_output_tokens(self) -> int:
         """Tokens by which the answer is longer than expected so far."""
-        return max(0, self.context_tokens - self.prompt_tokens - int(self.expected_output_tokens))
+        return max(0, self.output_tokens - int(self.expected_output_tokens))
 
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -28,7 +27,7 @@ from router.decide.load import (
 )
 from router.decide.price import Candidate, estimate_queue, find_awaited_request
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import Observation, PoolSpeed, PrefillInterval, Speed
+from router.decide.speed import PoolSpeed, PrefillInterval, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 from simulation.steps import StepTimes
@@ -98,7 +97,7 @@ class LoadTracker:
         """Called with a request when its KV has come, or is no longer expected, unless the target was removed."""
 
         # Load that decays, load of other routers, and those that are told of changes.
-        self._epoch_s: float | None = None
+        self._epoch_s = -math.inf
         """Time to which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """Load by other routers' requests: by router, then by name of the target."""
@@ -200,10 +199,9 @@ class LoadTracker:
         if request.phase is not RequestPhase.DECODE:
             return
         target, load = request.target, request.target.load
-        old_context_tokens, old_overdue_tokens = request.context_tokens, request.overdue_output_tokens
+        old_overdue_tokens = request.overdue_output_tokens
+        load.decode_context_tokens += output_tokens - request.output_tokens
         request.output_tokens = output_tokens
-        request.context_tokens = request.prompt_tokens + output_tokens
-        load.decode_context_tokens += request.context_tokens - old_context_tokens
         load.overdue_output_tokens += request.overdue_output_tokens - old_overdue_tokens
         target.recompute_decode_load()
         if at_s is not None and not target.prefill_queue.requests:
@@ -335,8 +333,7 @@ class LoadTracker:
             if request.has_no_first_token:
                 self.end_transfer(request, first_token_at_s)
                 self._start_decode(request, first_token_at_s)
-        is_silence_check_due = now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S
-        if is_silence_check_due:
+        if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_at_s = now
             self._learn_from_silence(now)
 
@@ -368,7 +365,6 @@ class LoadTracker:
         # It joins the decoding requests.
         target.advance_work_totals(now)
         request.phase = RequestPhase.DECODE
-        request.context_tokens = request.prompt_tokens
         load.decode_request_count += 1
         load.decode_context_tokens += request.context_tokens
 
@@ -406,12 +402,9 @@ class LoadTracker:
         A load x at time t is stored as x * exp((t - epoch) / window). Multiplied by exp(-(now - epoch) / window), it is
         the load at `now`. Before the stored numbers overflow, the epoch is moved to `now` and all are rescaled.
         """
-        window_s = UTILISATION_WINDOW_S
-        if self._epoch_s is None:
-            self._epoch_s = now
-        if now - self._epoch_s <= _RESCALE_WINDOWS * window_s:
+        if now - self._epoch_s <= _RESCALE_WINDOWS * UTILISATION_WINDOW_S:
             return self._epoch_s
-        decay = math.exp(-(now - self._epoch_s) / window_s)
+        decay = math.exp(-(now - self._epoch_s) / UTILISATION_WINDOW_S)  # 0 for the first epoch, before any load
         for target in self.targets.values():
             target.load.utilisation_scaled *= decay
             target.load.arrivals_scaled *= decay
@@ -442,7 +435,7 @@ class LoadTracker:
                 self.close_interval(target)
                 interval = None
         if interval is None:
-            interval = speed.open_prefill_interval = PrefillInterval.begin(
+            interval = speed.open_prefill_interval = PrefillInterval(
                 request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
             )
             interval.is_usable = is_in_turn
@@ -460,57 +453,37 @@ class LoadTracker:
             output_tokens = min(reported_tokens, int((now - request.sent_at_s) / TOKEN_S_MIN))
             if counted_tokens:
                 output_tokens = min(output_tokens, counted_tokens + counted_tokens // 4 + COUNT_TOLERANCE_TOKENS)
-        request.output_tokens = output_tokens
         self._observe_steps(request, (counted_tokens or output_tokens) - request.observed_output_tokens, now)
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Learn how long a decode step takes from the last `step_count` tokens of an answer, one step for each token.
+        """Learn how long a decode step takes from the last `step_count` tokens of a streamed answer, each from a step.
 
-        Nothing is learned shortly after the last time, nor while the engine has requests that no router sent, because
-        their work is unknown.
+        In these steps the target also worked for other requests, so all its work of that time is compared. Nothing is
+        learned shortly after the last time, nor while the engine has requests that no router sent, because their work
+        is unknown.
         """
-        target, speed = request.target, request.target.speed
+        target, speed, start_totals = request.target, request.target.speed, request.observed_totals
         is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
         if not is_due or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
-        observation = self._measure_steps(request, step_count, now)
-        if observation is not None and not target.external_load:
+        if start_totals is None or now <= start_totals.updated_at_s:
+            return
+        target.advance_work_totals(now)
+        observation = speed.work_totals.compute_work_since(start_totals, now, step_count=step_count)
+        request.observed_totals = msgspec.structs.replace(speed.work_totals, updated_at_s=now)
+        request.observed_output_tokens = request.output_tokens
+        if not target.external_load:
             speed.last_step_observation_s = now
             self._apply_learned_speeds(speed.observe(observation))
-
-    def _measure_steps(self, request: InFlightRequest, step_count: int, now: float) -> Observation | None:
-        """Return what a worker did, and in what time, since a request of it was last measured or had its first token.
-
-        The work for other requests is included, because it lengthens the `step_count` steps that wrote this answer. The
-        next measurement starts now. None if no time has passed, or if the answer is not streamed.
-        """
-        target, start_totals = request.target, request.observed_totals
-        if start_totals is None:
-            return None
-        target.advance_work_totals(now)
-        elapsed_s = now - start_totals.updated_at_s
-        if elapsed_s <= 0.0:
-            return None
-        totals = target.speed.work_totals
-        request.observed_totals = msgspec.structs.replace(totals, updated_at_s=now)
-        request.observed_output_tokens = request.output_tokens
-        return totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
 
     def close_interval(self, target: Target) -> None:
         """Close a target's open prefill interval and learn from it."""
         speed = target.speed
         interval, speed.open_prefill_interval = speed.open_prefill_interval, None
-        if interval is None or not interval.is_usable or self.targets.get(target.name) is not target:
-            return  # also when the worker was removed with requests in flight
-        observation = interval.to_observation(speed.step_tokens)
-        if interval.tier_load_s:
-            excess_s = observation.elapsed_s - speed.predict_interval_s(observation)
-            speed.tier_load.observe(interval.tier_load_s, excess_s, interval.end_s)
-            tier_load_s = interval.tier_load_s * speed.tier_load.get(interval.end_s)
-            computing_s = observation.elapsed_s - min(tier_load_s, 0.9 * observation.elapsed_s)
-            observation = replace(observation, elapsed_s=computing_s)
-        self._apply_learned_speeds(speed.observe(observation))
+        is_target_removed = self.targets.get(target.name) is not target
+        if interval is not None and interval.is_usable and not is_target_removed:
+            self._apply_learned_speeds(speed.observe_prefills(interval))
 
     def _apply_learned_speeds(self, speeds: Collection[Speed]) -> None:
         """Recompute the targets of speeds that have changed."""

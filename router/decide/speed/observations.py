@@ -6,7 +6,7 @@ two tokens of an answer, of which a target writes one in each *step*.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -49,11 +49,12 @@ class WorkTotals(msgspec.Struct, eq=False):
     quadratic_work: float = 0.0
     """Attention work of those prefills: sum of L^2 - h^2 for prompts of L tokens, h of them cached. Tokens^2."""
 
-    def compute_work_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
-        """Return the work that was done since `start`, in `elapsed_s` seconds and `step_count` steps.
+    def compute_work_since(self, start: WorkTotals, now: float, *, step_count: int) -> Observation:
+        """Return the work that was done since `start`, an earlier copy of these totals, in `step_count` steps.
 
         The integrals divided by that time are the mean numbers of decoding requests and of their context tokens.
         """
+        elapsed_s = now - start.updated_at_s
         return Observation(
             elapsed_s=elapsed_s,
             uncached_tokens=self.uncached_tokens - start.uncached_tokens,
@@ -65,7 +66,6 @@ class WorkTotals(msgspec.Struct, eq=False):
         )
 
 
-@dataclass(slots=True)
 class PrefillInterval:
     """Time in which a target computed prompts, until the first tokens of one engine step or of several.
 
@@ -73,43 +73,33 @@ class PrefillInterval:
     their work is known.
     """
 
-    start_s: float
-    decode_requests: float
-    decode_context_tokens: float
-    waited_steps: float = 0.0
-    """Part of a step that passed before the first prompt could begin: half a step while others decode."""
-    last_step_start_s: float = 0.0
-    """Estimated start of the last step."""
-    is_usable: bool = True
-    """False if the target is known to have done other work in the interval."""
-    end_s: float = field(init=False, default=0.0)
-    uncached_tokens: int = field(init=False, default=0)
-    quadratic_work: float = field(init=False, default=0.0)
-    tier_load_s: float = field(init=False, default=0.0)
-    """Time to load cached tokens of all its requests from slower tiers, by the configured rates."""
-    step_count: int = field(init=False, default=1)
+    def __init__(
+        self, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
+    ) -> None:
+        """Begin with a prompt that got its first token `now`; `add_first_token` then adds the prompt.
 
-    @classmethod
-    def begin(
-        cls, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
-    ) -> PrefillInterval:
-        """Return the interval of a prompt that got its first token `now`; `add_first_token` sets the interval's end.
-
-        It starts when the prompt was sent (`sent_at_s`) and the prompts before it had been computed (`oldest_since_s`),
-        whichever was later. If the prompt came to an engine that only decoded, the running step had to end first: on
-        average, half a step passed.
+        The interval starts when the prompt was sent (`sent_at_s`) and the prompts before it had been computed
+        (`oldest_since_s`), whichever was later. If the prompt came to an engine that only decoded, the running step had
+        to end first: on average, half a step passed.
         """
         has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
-        waited_steps = 0.5 if has_met_running_step else 0.0
-        start_s = max(oldest_since_s, sent_at_s)
-        waited_s = (now - start_s) * waited_steps / (1.0 + waited_steps)
-        return cls(
-            start_s,
-            decode_requests,
-            decode_context_tokens,
-            waited_steps=waited_steps,
-            last_step_start_s=start_s + waited_s,
-        )
+        self.waited_steps = 0.5 if has_met_running_step else 0.0
+        self.start_s = max(oldest_since_s, sent_at_s)
+        self.end_s = now
+        waited_s = (now - self.start_s) * self.waited_steps / (1.0 + self.waited_steps)
+        self.last_step_start_s = self.start_s + waited_s
+        """Estimated start of the last step."""
+        self.step_count = 1
+        self.is_usable = True
+        """False if the target is known to have done other work in the interval."""
+
+        # Work of all steps: sums over the prompts, and means over the steps.
+        self.uncached_tokens = 0
+        self.quadratic_work = 0.0
+        self.tier_load_s = 0.0
+        """Time to load cached tokens from slower tiers, by the configured rates."""
+        self.decode_requests: float = decode_requests
+        self.decode_context_tokens: float = decode_context_tokens
 
     def add_first_token(self, prompt_tokens: int, cached_tokens: int, tier_load_s: float, now: float) -> None:
         """Add a request with its first token in the last step."""

@@ -47,7 +47,6 @@ class PoolSpeed:
         """Begin with the step times of `prior`, which are assumed before anything is learned."""
         self.is_enabled = config.enabled
         self.prior = prior
-        self._prior_step_s = prior.step_s + prior.decode_request_s
         self.model = prior
         """Step times that are in use: the prior's, multiplied by the ratios below."""
         self.members: list[Speed] = []
@@ -108,11 +107,6 @@ class PoolSpeed:
         self.model = model
         return True
 
-    def forget_next_old_factor(self) -> list[Speed]:
-        """Check one member, each in turn, for a factor too old to trust; return the member if it lost its factor."""
-        member = self.members[self.observation_count % len(self.members)]
-        return [member] if member.forget_old_factor() else []
-
     def _learn_ratios(self) -> None:
         """Learn the ratios of actual to assumed time, one for prefill and one for steps, from the last intervals.
 
@@ -128,7 +122,7 @@ class PoolSpeed:
         step_weight = len(intervals) - prefill_weight
         self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratio, prefill_weight)
         self._step_ratio = self._prefill_ratio
-        if self._prior_step_s > 0.0:
+        if self.prior.step_s + self.prior.decode_request_s > 0.0:
             self._step_ratio = combine_ratios(self._prefill_ratio, step_ratio, step_weight)
 
     def _take_middle_half(self, intervals: Iterable[IntervalTimes]) -> list[IntervalTimes]:
@@ -215,6 +209,21 @@ class Speed:
         times = predict_times(self.step_times, observation)
         return times.prefill_s + times.steps_s
 
+    def observe_prefills(self, interval: PrefillInterval) -> list[Speed]:
+        """Learn from a prefill interval that has ended; return the speeds that changed, as `observe` does.
+
+        The factor of loads from slower memory is learned from the time beyond the expected one. Then such loads, by at
+        most 9/10 of the time, are left out.
+        """
+        observation = interval.to_observation(self.step_tokens)
+        if interval.tier_load_s:
+            excess_s = observation.elapsed_s - self.predict_interval_s(observation)
+            self.tier_load.observe(interval.tier_load_s, excess_s, interval.end_s)
+            tier_load_s = interval.tier_load_s * self.tier_load.get(interval.end_s)
+            computing_s = observation.elapsed_s - min(tier_load_s, 0.9 * observation.elapsed_s)
+            observation = replace(observation, elapsed_s=computing_s)
+        return self.observe(observation)
+
     def observe(self, observation: Observation) -> list[Speed]:
         """Learn from the time that this worker took for known work; return the speeds that changed.
 
@@ -239,10 +248,13 @@ class Speed:
         previous_factor = self.factor
         self.factor = self._choose_factor()
         changed_speeds = [self] if self.factor != previous_factor else []
-        changed_speeds += pool.forget_next_old_factor()
+        # The members are checked one after the other, one at each observation, for factors too old to trust.
+        checked_speed = pool.members[pool.observation_count % len(pool.members)]
+        if checked_speed._forget_old_factor():
+            changed_speeds.append(checked_speed)
         return pool.members if has_pool_changed else changed_speeds
 
-    def forget_old_factor(self) -> bool:
+    def _forget_old_factor(self) -> bool:
         """Take a target for as fast as its pool again if it was not observed for long; return whether that changed it.
 
         A target that is thought slow gets few requests, so it could not show that it is fast again. _PROBES new ratios
