@@ -168,7 +168,7 @@ class RouterCore:
         `in_flight`: result of `count_in_flight_by_rank` when the worker was asked.
         """
         for target, load, in_flight_count in zip(self.registry.get_targets(worker_id), loads, in_flight):
-            self.tracker.record_engine_load(target.name, load, now, in_flight=in_flight_count)
+            self.tracker.record_engine_load(target, load, now, in_flight=in_flight_count)
 
     def record_cache_capacity(self, worker_id: str, rank: int, capacity_tokens: int | None) -> None:
         """Record how many tokens a rank's cache holds by its events, for workers that do not report it."""
@@ -236,8 +236,9 @@ class RouterCore:
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
         active_request = self._active_requests[request_id]
-        self.registry.record_answer(attempt.decision.worker, now, active_request.refused_by)
+        self.registry.record_service(attempt.decision.worker, active_request.refused_by, now)
         active_request.refused_by = frozenset()  # a continuation minutes later is no new evidence
+        self.registry.record_answer(attempt.decision.worker, now)
         return self._place_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
@@ -317,9 +318,9 @@ class RouterCore:
         self._placer.end_session(active_request.request)
         del self._active_requests[request_id]
         self.counters["finished"] += 1
-        # Workers that refused the request are avoided from the first sign that another one can serve it.
-        is_first_sign = not (is_error or attempt.has_first_token)
-        self.registry.record_answer(decision.worker, now, active_request.refused_by if is_first_sign else None)
+        if not is_error and not attempt.has_first_token:  # otherwise it is no service, or recorded already
+            self.registry.record_service(decision.worker, active_request.refused_by, now)
+        self.registry.record_answer(decision.worker, now)
         if usage is not None:
             self._compare_usage(active_request.request, decision, engine_usage)
         return self._place_queued(now)

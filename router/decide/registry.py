@@ -39,6 +39,8 @@ class _Pool(NamedTuple):
     targets: list[Target]
     shortest_context: int | None
     """Least `max_model_len` of the targets that have a limit."""
+    sources: list[Target]
+    """Targets that may send cached KV of the model to the workers that answer."""
 
 
 class WorkerRegistry:
@@ -75,8 +77,6 @@ class WorkerRegistry:
         """Ids of the workers that have a URL; None if all have one."""
         self._pools: dict[tuple[str, str | None], _Pool] = {}
         """(model, role) -> its pool, once it was needed."""
-        self._sources: dict[str, list[Target]] = {}
-        """Model -> targets that may send their cached KV to other workers, once they were needed."""
         self._models: dict[str, ServedModel] | None = None
         """Served models by name; None until they are needed."""
 
@@ -115,7 +115,6 @@ class WorkerRegistry:
         self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
         self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
-        self._sources.clear()
         self._tracker.load_orders.clear()
         self._models = None
 
@@ -133,24 +132,21 @@ class WorkerRegistry:
         refusing_workers = [worker_id for worker_id, worker in self.workers.items() if now < worker.avoided_until_s]
         self.avoided_workers = frozenset([*stalled_workers, *refusing_workers])
 
-    def record_answer(self, worker_id: str, now: float, refused_by: frozenset[str] | None) -> None:
-        """Record that a worker answered a request: its past failures no longer count.
+    def record_service(self, worker_id: str, refused_by: frozenset[str], now: float) -> None:
+        """Record that a worker serves a request. Those in `refused_by`, which refused it, are avoided for a while."""
+        for refusing_worker_id in refused_by:
+            if refusing_worker_id in self.workers:
+                self.breaker.record_refusal(self.workers[refusing_worker_id], now)
+        self.avoided_workers |= refused_by
+        if worker_id in self.workers:
+            self.workers[worker_id].refusal_pause_s = 0.0
 
-        `refused_by`: workers that refused the request before, often none. They are avoided for a while, as this worker
-        could serve it. None: the answer is an error, or this was recorded at its first token.
-        """
-        for refusing_worker_id in refused_by or ():
-            refusing_worker = self.workers.get(refusing_worker_id)
-            if refusing_worker is not None:
-                self.breaker.record_refusal(refusing_worker, now)
-        if refused_by:
-            self.avoided_workers |= refused_by
+    def record_answer(self, worker_id: str, now: float) -> None:
+        """Record that a worker answered a request, at least by an error: its past failures no longer count."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return
         worker.last_answer_at_s = now
-        if refused_by is not None:
-            worker.refusal_pause_s = 0.0
         is_healthy = worker.health is WorkerState.UP and not worker.failures
         if not is_healthy and self.breaker.record_success(worker):
             self.apply_worker_changes()
@@ -227,13 +223,9 @@ class WorkerRegistry:
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
         """Return the targets that may send KV of a request's prompt to the worker that will answer."""
         model, allowed_workers = request.model, request.allowed_workers
-        model_sources = self._sources.get(model)
-        if model_sources is None:
-            model_sources = self._list_sources(model)
-            self._sources[model] = model_sources
         needed_tokens = _count_needed_tokens(request)
         sources: list[Target] = []
-        for target in model_sources:
+        for target in self._get_pool((model, request.role)).sources:
             worker_id = target.worker_id
             if worker_id in self.avoided_workers or worker_id in excluded_workers:
                 continue
@@ -303,7 +295,7 @@ class WorkerRegistry:
         return max(1.0, min(waits, default=1.0))
 
     def _get_pool(self, key: tuple[str, str | None]) -> _Pool:
-        """Return the targets that can serve a model in a role. The result is stored until a worker changes.
+        """Return the pool of a model and role. It is stored until a worker changes.
 
         `key`: the model, and the role that the worker must have; None: any.
         """
@@ -318,7 +310,7 @@ class WorkerRegistry:
             context_limit = worker.models[model].max_model_len
             if context_limit is not None:
                 context_limits.append(context_limit)
-        new_pool = _Pool(targets, min(context_limits, default=None))
+        new_pool = _Pool(targets, min(context_limits, default=None), self._list_sources(model))
         if targets:  # clients may send any name, so pools of names that nobody serves are not stored
             self._pools[key] = new_pool
         return new_pool

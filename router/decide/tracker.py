@@ -520,28 +520,30 @@ class LoadTracker:
         loads of unknown targets are ignored until the next full message.
         """
         previous_loads = self._peer_loads_by_router.pop(router, {})
-        other_loads = {} if is_full else previous_loads
-        new_loads = {**other_loads, **{name: load for name, load in loads.items() if is_full or name in self.targets}}
+        if is_full:
+            new_loads, changed_names = dict(loads), previous_loads.keys() | loads.keys()
+        else:
+            changed_names = loads.keys() & self.targets.keys()
+            new_loads = {**previous_loads, **{name: loads[name] for name in changed_names}}
         if new_loads:
             self._peer_loads_by_router[router] = new_loads
-        for name in (previous_loads.keys() if is_full else set()) | loads.keys():
-            if name in self.targets:
-                self._merge_peer_load(self.targets[name])
+        for name in changed_names & self.targets.keys():
+            self._merge_peer_load(self.targets[name])
 
     # Reports of engines --------------------------------------------------------------------------------------------
-    def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
+    def record_engine_load(self, target: Target, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
         """Record the load that a worker's engine reports, to learn of requests that no router sent.
 
         `engine_load`: None if the engine did not answer. Its last report then stays valid for REPORT_VALID_S.
         `in_flight`: number of this router's requests at the target when the engine was asked.
         """
-        target, reported_at_s = self.targets.get(name), self._engine_reported_at_s.get(name, -math.inf)
-        if target is None or (engine_load is None and now - reported_at_s <= REPORT_VALID_S):
+        reported_at_s = self._engine_reported_at_s.get(target.name, -math.inf)
+        if engine_load is None and now - reported_at_s <= REPORT_VALID_S:
             return
         target.advance_work_totals(now)
         target.engine_load, target.external_load = engine_load, NO_PEER_LOAD
         if engine_load is not None:
-            self._engine_reported_at_s[name] = now
+            self._engine_reported_at_s[target.name] = now
             target.external_load = self._estimate_external_load(target, engine_load, in_flight)
         self._merge_peer_load(target)
 

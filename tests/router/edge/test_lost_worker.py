@@ -188,7 +188,7 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             if how == "removed":
                 break
             edge.core.mark_worker_up("a", edge.now())
-            edge.core.registry.record_answer("a", edge.now(), None)
+            edge.core.registry.record_answer("a", edge.now())
         gate.set()
 
     edge.run(scenario())
