@@ -29,12 +29,11 @@ _FOLLOWING_MARKERS = {
 def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
     """Read a tool call such as `<function=f><parameter=p>1</parameter></function>`, and add it to `delta` as JSON.
 
-    Returns False if the text is no complete call of a tool in `types`, the JSON types of each tool's parameters. Yields
-    whenever more text is needed.
+    Returns False if the text is no complete call of a tool in `types`, the JSON types of each tool's parameters.
     """
     source.take_chars(len(FUNCTION_MARKER))
-    name, is_complete = yield from _read_name(source)
-    name = name.strip()
+    name_text, is_complete = yield from _read_name(source)
+    name = name_text.strip()
     if not is_complete or name not in types:
         return False
     source.stop_holding()  # the text is a call, so no copy of it is needed
@@ -69,29 +68,22 @@ class _XmlArguments:
 
     def read(self) -> Steps[bool]:
         """Take the parameters and the end of the call. Returns False if the text ends before."""
-        while True:
-            marker = yield from self._read_between_parameters()
+        source = self._source
+        has_ended = False
+        while not has_ended:
+            marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
+            if not marker:
+                source.take_all()  # the beginning of a marker
+                return False
+            if marker != _REGION_END_MARKER:  # which belongs to the text around the call
+                source.take_chars(len(marker))
             if marker == _PARAMETER_MARKER:
                 marker = yield from self._read_parameters()
-            if not marker:
-                return False
-            if marker != _VALUE_END_MARKER:
-                break
+                if not marker:
+                    return False
+            has_ended = marker != _VALUE_END_MARKER
         self._delta.add_arguments("}" if self._seen_parameters else "{}")
         return True
-
-    def _read_between_parameters(self) -> Steps[str]:
-        """Take text up to a marker, and return the marker; an empty string at the end of the text.
-
-        The marker is taken, too, unless it is `</tool_call>`, which belongs to the text around the call.
-        """
-        source = self._source
-        marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
-        if not marker:
-            source.take_all()  # the beginning of a marker
-        elif marker != _REGION_END_MARKER:
-            source.take_chars(len(marker))
-        return marker
 
     def _read_parameters(self) -> Steps[str]:
         """Read the name and the value of a parameter, after its `<parameter=`. Add both to the JSON of the arguments.
@@ -103,17 +95,16 @@ class _XmlArguments:
         name = yield from self._read_parameter_name()
         if name is None:
             return ""
-        value = self._open_value(name)
-        while True:
-            marker = yield from self._read_value_text(value)
-            if not marker:
-                return ""
+        source, value = self._source, self._open_value(name)
+        while marker := (yield from _VALUE_SCANNER.take_until(source, value.append)):
+            source.take_chars(len(marker))
             if marker == _PARAMETER_MARKER:
                 value = yield from self._read_next_parameter(value)
-                continue
-            has_ended = yield from self._end_value_if_complete(marker, value)
-            if has_ended:
+            elif (yield from self._end_value_if_complete(marker, value)):
                 return marker
+        value.append(source.take_all())
+        value.leave_open()
+        return ""
 
     def _read_parameter_name(self) -> Steps[str | None]:
         """Take a name and its ">". Return it; None if the text ends within."""
@@ -129,16 +120,6 @@ class _XmlArguments:
         self._delta.add_arguments((", " if self._seen_parameters else "{") + encode_json(parameter) + ": ")
         self._seen_parameters.add(parameter)
         return _ParameterValue(self._delta, self._types_by_parameter.get(parameter, ("string",)))
-
-    def _read_value_text(self, value: _ParameterValue) -> Steps[str]:
-        """Take the value's text up to a marker, and the marker. Return the marker, which may prove to be text."""
-        source = self._source
-        marker = yield from _VALUE_SCANNER.take_until(source, value.append)
-        if not marker:
-            value.append(source.take_all())
-            value.leave_open()
-            return ""
-        return source.take_chars(len(marker))
 
     def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
         """Decide whether a `<parameter=` within a value begins the next parameter. Return the value to read now.
@@ -161,8 +142,7 @@ class _XmlArguments:
         """End the value if `marker`, which was just read, really is its end. Return whether the value has ended.
 
         A value may be code that contains such markup. So `</parameter>` ends it only before another marker, such as
-        `</function>`, or at the end of the text. White space may come between. Otherwise the marker is text of the
-        value.
+        `</function>`, or at the end of the text, perhaps after white space. Else the marker is text of the value.
         """
         source = self._source
         spaces: list[str] = []
