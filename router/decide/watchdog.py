@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 WINDOW: Final = 40
 REQUESTS_MIN: Final = 20
 """Requests that must have been compared before an alarm can be raised."""
-
-
 UNREACHABLE_HINT: Final = "is it the worker's address, and is the port open from here?"
 """Question to the operator if the events of a worker that is up cannot be read."""
 BLOCK_TOKENS: Final = 256
@@ -60,30 +59,26 @@ class StallDetector:
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
 
+@dataclass(slots=True)
 class _DeviationAlarm:
     """Alarm for one worker: raised if too large a share of what was predicted for its last requests was wrong."""
 
-    def __init__(self, name: str, share_max: float, message_template: str) -> None:
-        """Begin without requests. The alarm is raised above a wrong share of `share_max`."""
-        self._name = name
-        self._share_max = share_max
-        self._message_template = message_template
-        self._amounts: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        """(wrong amount, compared amount) of each of the last requests, in tokens or in prompts."""
-
-    def add_request(self, wrong_amount: int, compared_amount: int) -> None:
-        """Add what was compared for one request, and how much of that was predicted wrongly."""
-        self._amounts.append((wrong_amount, compared_amount))
+    name: str
+    share_max: float
+    """Wrong share above which the alarm is raised."""
+    message_template: str
+    amounts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """(wrong amount, compared amount) of each of the last requests, in tokens or in prompts."""
 
     def describe(self) -> list[str]:
         """Return the text of the alarm, "name: ...", in a list, which is empty if the alarm is not raised."""
-        wrong = sum(wrong for wrong, _ in self._amounts)
-        compared = sum(compared for _, compared in self._amounts)
-        request_count = len(self._amounts)
-        if request_count < REQUESTS_MIN or wrong <= self._share_max * compared:
+        wrong = sum(wrong for wrong, _ in self.amounts)
+        compared = sum(compared for _, compared in self.amounts)
+        request_count = len(self.amounts)
+        if request_count < REQUESTS_MIN or wrong <= self.share_max * compared:
             return []
-        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
-        return [f"{self._name}: {message}"]
+        message = self.message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
+        return [f"{self.name}: {message}"]
 
 
 class _WorkerAlarms:
@@ -108,23 +103,17 @@ class _WorkerAlarms:
             message_template="{part} tokens of {count} requests were predicted to be cached and were not, {percent} % "
             "of their tokens: its cache is too small for what it gets",
         )
-        self.unannounced_requests = 0
-        """Requests since the last announced block that filled or reused a block without an event about that block."""
         self.announced_blocks = 0
-        """Number of blocks that the worker's events have announced, at the last check."""
+        """Number of blocks that the worker's events had announced when a request last filled or reused a block."""
+        self.unannounced_requests = 0
+        """Requests that filled or reused a block while that number stayed the same."""
 
     def compare_cached_tokens(self, predicted_tokens: int, reported_tokens: int, prompt_tokens: int) -> None:
         """Add the predicted and the reported cached tokens of a prompt of `prompt_tokens` tokens."""
         if predicted_tokens or reported_tokens:
             wrong_tokens = abs(predicted_tokens - reported_tokens)
-            self.cached_tokens.add_request(wrong_tokens, max(predicted_tokens, reported_tokens))
-        self.missing_tokens.add_request(max(predicted_tokens - reported_tokens, 0), prompt_tokens)
-
-    def update_announced_blocks(self, announced_blocks: int) -> None:
-        """Count unannounced requests from zero again if the worker has announced blocks since the last call."""
-        if announced_blocks != self.announced_blocks:
-            self.announced_blocks = announced_blocks
-            self.unannounced_requests = 0
+            self.cached_tokens.amounts.append((wrong_tokens, max(predicted_tokens, reported_tokens)))
+        self.missing_tokens.amounts.append((max(predicted_tokens - reported_tokens, 0), prompt_tokens))
 
     def describe_missing_events(self, announced_blocks: int) -> list[str]:
         """Return [] or the one text "events: ..." if requests filled or reused blocks that no event announced.
@@ -174,7 +163,7 @@ class Watchdog:
         has_reused_block = False
         if counted_tokens is not None:
             if prompt_tokens is not None:
-                alarms.prompt_lengths.add_request(int(counted_tokens != prompt_tokens), 1)
+                alarms.prompt_lengths.amounts.append((int(counted_tokens != prompt_tokens), 1))
             if cached_tokens is not None:
                 alarms.compare_cached_tokens(predicted_cached_tokens, cached_tokens, counted_tokens)
             if resident_tokens is not None:
@@ -183,7 +172,9 @@ class Watchdog:
         has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
         # The worker has blocks of which the router did not know. If it publishes events, they have announced blocks.
         if has_new_block or has_reused_block:
-            alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
+            announced_blocks = self.count_stored_blocks(worker_id)
+            if announced_blocks != alarms.announced_blocks:
+                alarms.announced_blocks, alarms.unannounced_requests = announced_blocks, 0
             alarms.unannounced_requests += 1
 
     def forget(self, worker_id: str) -> None:
