@@ -297,17 +297,18 @@ def compute_congestion(
 
         congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
 
-    The backlog is the wait at the least busy worker plus each worker's part of the `queued_s` seconds in the router's
-    queue, counted in mean prefills. For example, a pool that is busy for 3/4 of the time and has no backlog gives `3 *
-    weight`.
+    Utilisation is the busy share of a worker's time, on average. The backlog is the wait of a request that comes now,
+    counted in prefills of mean length: `shortest_wait_s` at the least busy worker, and one worker's part of the
+    `queued_s` seconds in the router's queue. For example, a pool that is busy for 3/4 of the time and has no backlog
+    gives `3 * weight`.
     """
     utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.worker_count
     backlog_s = shortest_wait_s + queued_s / pool.worker_count
-    backlog = 0.0
-    if pool.prefill_rate > 0.0:
-        backlog = backlog_s * pool.arrival_rate / pool.prefill_rate  # in prefills of mean length
-    ratio = min(utilisation, UTILISATION_MAX) * (1.0 + backlog) / max(1.0 - utilisation, IDLE_SHARE_MIN)
-    return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
+    mean_prefill_s = pool.prefill_rate / pool.arrival_rate if pool.arrival_rate else 0.0  # both decay alike
+    backlog = backlog_s / mean_prefill_s if mean_prefill_s else 0.0
+    idle_share = max(1.0 - utilisation, IDLE_SHARE_MIN)
+    congestion = config.congestion_weight * min(utilisation, UTILISATION_MAX) * (1.0 + backlog) / idle_share
+    return min(max(congestion, CONGESTION_MIN), CONGESTION_MAX)
 
 
 def estimate_tier_load_s(match: Match, config: CostConfig) -> float:

@@ -268,22 +268,21 @@ class PrefillQueue:
             places[request] = PrefillPlace(order_s, remaining_s)
         return places
 
-    def estimate_shortest_first_wait(self, order_s: float, progress_s: float) -> tuple[float, int]:
-        """Return the wait of a new prompt in seconds, and the number of this router's prompts that it overtakes.
+    def compare_places(self, order_s: float, current_done_s: float) -> tuple[float, int]:
+        """Return the seconds of this router's prompts before a place in the engine's order, and the number behind it.
 
-        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
-        `order_s`: seconds by which the engine orders the new prompt. `progress_s`: seconds of the current prompt that
-        it has computed; only the rest of that prompt is compared with the new one.
+        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. Before a prompt of 0.5 s come 0.4 s, and one is behind it.
+        `order_s`: the place. `current_done_s`: seconds of the current prompt that are computed already.
         """
-        wait_s, overtaken_count = 0.0, 0
+        before_s, behind_count = 0.0, 0
         for request, place in self.places.items():
-            done_s = progress_s if request is self.current_request else 0.0
+            done_s = current_done_s if request is self.current_request else 0.0
             if place.order_s - done_s <= order_s:
-                wait_s += max(place.remaining_s - done_s, 0.0)
+                before_s += max(place.remaining_s - done_s, 0.0)
             else:
-                overtaken_count += 1
-        waiting_per_examined = len(self.requests) / max(len(self.places), 1)
-        return wait_s * waiting_per_examined, round(overtaken_count * waiting_per_examined)
+                behind_count += 1
+        prompts_per_place = len(self.requests) / max(len(self.places), 1)  # more than 1 in a long queue
+        return before_s * prompts_per_place, round(behind_count * prompts_per_place)
 
 
 class Target:
@@ -433,23 +432,22 @@ class Target:
     ) -> tuple[float, int]:
         """Return the wait of a new prompt at an engine that computes the shortest first, and how many it overtakes.
 
-        The wait is in seconds. The prefill of the new prompt takes `prefill_s`, and cannot start before
-        `awaited_request`, if given, has computed its prefix. `queued_s`: prefill seconds that are left of all prompts
-        here now, as `estimate_queue_s` returns them.
+        The wait is in seconds. The new prompt takes `prefill_s`, and goes behind `awaited_request`, if that is given:
+        it computes a prefix of the prompt. `queued_s`: prefill seconds that are left of all prompts here, as
+        `estimate_queue_s` returns them.
         """
-        queue, peer_load = self.prefill_queue, self.peer_load
-        # The new prompt's sort key: prompts with at most this much remaining prefill are computed before.
-        order_s = prefill_s
+        queue, peer_load, order_s = self.prefill_queue, self.peer_load, prefill_s
         if awaited_request is not None:
-            order_s = max(order_s, queue.places[awaited_request].order_s)
-        progress_s = queue.total_prefill_s - queued_s  # of the prompt that is being computed
-        wait_s, overtaken_count = queue.estimate_shortest_first_wait(order_s, progress_s)
-        # Of prompts of other routers, and of those that wait for KV from another worker, only the sum is known. Each is
-        # assumed to have the mean length.
-        peer_prompts = (peer_load.prefill_s, peer_load.prefill_requests)
-        arriving_prompts = (queue.arriving_prefill_s, self.load.incoming_transfers)
-        for group_prefill_s, prompt_count in (peer_prompts, arriving_prompts):
-            if group_prefill_s <= order_s * prompt_count:
+            order_s = max(prefill_s, queue.places[awaited_request].order_s)
+        current_done_s = queue.total_prefill_s - queued_s  # only the current prompt makes progress
+        wait_s, overtaken_count = queue.compare_places(order_s, current_done_s)
+        # Of two groups of prompts only the sum is known, so all in a group count as of the group's mean length: those
+        # of other routers, and those that wait for KV from another worker.
+        for group_prefill_s, prompt_count in (
+            (peer_load.prefill_s, peer_load.prefill_requests),
+            (queue.arriving_prefill_s, self.load.incoming_transfers),
+        ):
+            if group_prefill_s <= order_s * prompt_count:  # their mean is at most `order_s`
                 wait_s += group_prefill_s
             else:
                 overtaken_count += prompt_count
