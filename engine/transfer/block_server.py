@@ -33,6 +33,7 @@ from engine.transfer.settings import (
     TransferStats,
 )
 from engine.transfer.step_jobs import StepJobs
+from options.background_tasks import BackgroundTasks
 
 log = logging.getLogger("engine.transfer")
 
@@ -69,7 +70,7 @@ class BlockServer:
         self._jobs = jobs
         self._settings = settings
         self._stats = stats
-        self._connection_tasks: set[asyncio.Task[None]] = set()
+        self._connection_tasks = BackgroundTasks()
         self._greeting_count = 0
         self._answer_slots = asyncio.Semaphore(ANSWERS_MAX)
 
@@ -86,8 +87,7 @@ class BlockServer:
                 else:
                     self._start_serving(sock)
         finally:
-            for task in self._connection_tasks:
-                task.cancel()
+            self._connection_tasks.cancel()
             self._listener.close()
 
     def _start_serving(self, sock: socket.socket) -> None:
@@ -97,9 +97,7 @@ class BlockServer:
             sock.close()
             return
         self._greeting_count += 1
-        task = asyncio.get_running_loop().create_task(self._serve(Connection(sock)))
-        self._connection_tasks.add(task)
-        task.add_done_callback(self._connection_tasks.discard)
+        self._connection_tasks.start(self._serve(Connection(sock)))
 
     async def _serve(self, connection: Connection) -> None:
         """Authenticate a peer engine by the fleet's key, answer its questions, and close the connection at the end."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
+from options.background_tasks import BackgroundTasks
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
 from router.app.tenant_limits import TenantLimits
@@ -50,8 +50,7 @@ class RequestDispatcher:
         self._trace_prefix = os.urandom(6).hex()
         """Start of the ids that this process gives to requests; `_trace_count` follows."""
         self._trace_count = 0
-        self._read_tasks: set[asyncio.Task[None]] = set()
-        """Tasks that read prompts, kept here because the event loop has weak references only."""
+        self._read_tasks = BackgroundTasks()
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
         """Read a client's request and have a worker chosen for it: at once, or in a task if that takes long.
@@ -64,19 +63,14 @@ class RequestDispatcher:
         reading = self.reader.begin_read(context, request.path)
         exchange = self.open(context, client, make_exchange)
         if reading is not None or self._is_model_missing(context):
-            task = asyncio.get_running_loop().create_task(self._read_and_choose_worker(exchange, reading))
-            self._read_tasks.add(task)
-            task.add_done_callback(lambda task: self._forget_task(task, reading))
+            task = self._read_tasks.start(self._read_and_choose_worker(exchange, reading))
+            if reading is not None:  # if the task is cancelled before its first step, nobody has awaited `reading`
+                task.add_done_callback(lambda _: reading.close())
             return
         try:
             self.choose_worker(exchange)
         except RequestError as error:
             self.proxy.reject(exchange, error)
-
-    def _forget_task(self, task: asyncio.Task[None], reading: Coroutine[Any, Any, None] | None) -> None:
-        self._read_tasks.discard(task)
-        if reading is not None:
-            reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
 
     async def _read_and_choose_worker(self, exchange: Exchange, reading: Coroutine[Any, Any, None] | None) -> None:
         """Finish reading a request, then have a worker chosen for it. An exception ends this request alone.

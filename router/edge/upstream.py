@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
+from options.background_tasks import BackgroundTasks
 from router.host_names import HostNames
 from router.http.headers import ProtocolError
 from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
@@ -326,8 +327,7 @@ class UpstreamPool:
         """
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks of `send_unanswered`, as the event loop keeps no reference to them."""
+        self._unanswered_requests = BackgroundTasks()
         self._idle_s_max = idle_s_max
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
@@ -366,9 +366,7 @@ class UpstreamPool:
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         """Send a request, and read no answer. Failures are ignored."""
-        task = asyncio.get_running_loop().create_task(self._send_unanswered(target, head, body))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._unanswered_requests.start(self._send_unanswered(target, head, body))
 
     async def _send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         connection = UpstreamConnection(self, target)

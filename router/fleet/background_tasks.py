@@ -1,14 +1,11 @@
-"""Work of the fleet in the background: tasks that are restarted when they fail, with pauses that double."""
+"""Work of the fleet in the background, which is begun anew when it fails, with pauses that double."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
-
-log = logging.getLogger("router")
 
 _Result = TypeVar("_Result")
 
@@ -17,33 +14,6 @@ RESTART_S_MAX = 60.0
 """Longest pause of `run_forever`; the pause doubles from RESTART_S on."""
 GOOD_WORK_S = 10.0
 """Time after which the end of some work is no reason for a long pause: balancers cut each watch after 20 s or more."""
-
-
-class BackgroundTasks:
-    """Running tasks, kept here so that they are not collected. If one raises, the error is logged."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task until it ends or `close` is called."""
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_report_crash)
-        return task
-
-    async def close(self, other_tasks: Iterable[asyncio.Task[None]] = ()) -> None:
-        """Cancel these tasks and `other_tasks`, and wait for their ends."""
-        tasks = [*self._tasks, *other_tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _report_crash(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the watch over a worker ended by a fault of the router", exc_info=error)
 
 
 async def run_forever(work: Callable[[], Coroutine[Any, Any, None]], report_error: Callable[[Exception], None]) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from events.types import DecodeError
+from options.background_tasks import BackgroundTasks
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec, find_base_conflict
-from router.fleet.background_tasks import BackgroundTasks, double_pause, run_forever, run_with_timeout
+from router.fleet.background_tasks import double_pause, run_forever, run_with_timeout
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.feed import IndexFeed, PeerSnapshot
@@ -131,8 +132,7 @@ class Member:
     # Life of the member ------------------------------------------------------------------------------------------
     def start(self) -> None:
         """Probe and check the worker from now on."""
-        following = run_forever(self._follow_worker, self._record_fault)
-        self.task = asyncio.get_running_loop().create_task(following)
+        self.task = self._fleet.background.start(run_forever(self._follow_worker, self._record_fault))
 
     def cancel(self) -> None:
         """End the task, and drop the reference to it: task and member would keep each other alive."""

@@ -141,8 +141,7 @@ class Fleet:
 
     async def close(self) -> None:
         """End all tasks."""
-        tasks = [member.task for member in self._members.values() if member.task is not None]
-        await self._context.background.close(tasks)
+        await self._context.background.close()
 
     def describe_events(self, worker_id: str) -> dict[str, Any]:
         """Return the state of a worker's event streams, for `/workers`."""

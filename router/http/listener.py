@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from typing import Any, Final
 
+from options.background_tasks import BackgroundTasks
 from router.http.config import ClientTimeouts
 from router.http.connection import Application, ClientConnection
 
@@ -24,7 +25,7 @@ class Listener:
         self._max_connections = max_connections
         self._server: Any = None
         self.connections: set[ClientConnection] = set()
-        self.handshake_tasks: set[asyncio.Task[None]] = set()
+        self.handshake_tasks = BackgroundTasks()
         """TLS handshakes that have not ended."""
 
     async def bind(
@@ -64,9 +65,7 @@ class Listener:
 
         It is closed after MAX_HANDSHAKE_S. Until then it counts as one of the listener's connections.
         """
-        task = asyncio.get_running_loop().create_task(self._run_tls_handshake(client_socket, tls))
-        self.handshake_tasks.add(task)
-        task.add_done_callback(self.handshake_tasks.discard)
+        self.handshake_tasks.start(self._run_tls_handshake(client_socket, tls))
 
     async def _run_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
         """Make a client connection of a socket by a TLS handshake; count a rejection if the handshake fails."""
@@ -102,8 +101,7 @@ class Listener:
         """Accept no new connections, and no new requests on the open ones."""
         if self._server is not None:
             self._server.close()
-        for task in list(self.handshake_tasks):
-            task.cancel()
+        self.handshake_tasks.cancel()
         for connection in list(self.connections):
             connection.close_when_idle()
 

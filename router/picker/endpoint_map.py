@@ -6,7 +6,6 @@ of a URL.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from options.addresses import bracket_host, get_default_port
+from options.background_tasks import BackgroundTasks
 from router.decide.workers import Worker
 from router.host_names import HostNames
 
@@ -36,7 +36,7 @@ class EndpointMap:
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
-        self._lookups: set[asyncio.Task[None]] = set()
+        self._lookups = BackgroundTasks()
 
     def get_endpoint(self, worker_id: str) -> str | None:
         """Return the endpoint of a worker; None if the worker is unknown or its host is not resolved."""
@@ -68,9 +68,7 @@ class EndpointMap:
     def _start_lookup(self, host: str, now: float) -> None:
         """Resolve a host name in a task, so that no request waits for DNS."""
         self._next_lookup_at_s[host] = now + RESOLVE_S
-        task = asyncio.get_running_loop().create_task(self._resolve(host, now + RETRY_S))
-        self._lookups.add(task)
-        task.add_done_callback(self._lookups.discard)
+        self._lookups.start(self._resolve(host, now + RETRY_S))
 
     async def _resolve(self, host: str, retry_at_s: float) -> None:
         """Look up the address of a host; after a failure, again at `retry_at_s`.

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from options.addresses import bracket_host
+from options.background_tasks import BackgroundTasks
 from options.tls import ServerPem
 from router.picker.ext_proc_stream import Phase, UnexpectedMessage
 from router.picker.picker_client import Picker, PickerClient
@@ -47,7 +48,7 @@ class PickerServer:
         self._health = health_aio.HealthServicer()
         self._is_reported_ready: bool | None = None
         """State of the health checks; None before the first report."""
-        self._health_updates: set[asyncio.Task[None]] = set()
+        self._health_updates = BackgroundTasks()
         self._has_warned = False
         """Whether an unexpected message was logged: only the first one is."""
         self.port = 0
@@ -98,9 +99,7 @@ class PickerServer:
         is_ready = self._find_unready_reason() is None
         if is_ready is not self._is_reported_ready:
             self._is_reported_ready = is_ready
-            task = asyncio.get_running_loop().create_task(self._set_health(is_ready=is_ready))
-            self._health_updates.add(task)
-            task.add_done_callback(self._health_updates.discard)
+            self._health_updates.start(self._set_health(is_ready=is_ready))
 
     async def stop(self, grace_s: float) -> None:
         """Stop the server. Open streams have `grace_s` to end."""

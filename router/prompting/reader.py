@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from options.background_tasks import BackgroundTasks
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ class PromptReader:
         self._executor = executor
         self._makes_outlines = makes_outlines
 
-        self._check_tasks: set[asyncio.Task[None]] = set()
+        self._check_tasks = BackgroundTasks()
         """Background tasks that read a body whole, to check a prompt that was continued from the cache."""
         self.cpu_s = 0.0
         """CPU time of rendering and encoding."""
@@ -230,9 +231,7 @@ class PromptReader:
             return self._begin_whole_read(body_to_read)
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             checked_body = msgspec.structs.replace(body_to_read, pieces=(body,), is_wanted=lambda: True, tenant="")
-            task = asyncio.get_running_loop().create_task(self._check(continuation, checked_body))
-            self._check_tasks.add(task)
-            task.add_done_callback(self._check_tasks.discard)
+            self._check_tasks.start(self._check(continuation, checked_body))
         token_ids, request = continuation.token_ids, continuation.request
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(token_ids, request, target.tokens_max),
@@ -319,5 +318,4 @@ class PromptReader:
 
     def close(self) -> None:
         """Cancel the background checks of continued prompts."""
-        for task in self._check_tasks:
-            task.cancel()
+        self._check_tasks.cancel()

@@ -806,11 +806,11 @@ def test_a_reading_cancelled_before_its_first_step_is_closed(edge: Any, monkeypa
         request = HttpRequest("POST", b"/v1/completions", "/v1/completions", HeaderBlock(b""))
         monkeypatch.setattr(edge.dispatcher, "open", lambda *_: Mock())
         edge.dispatcher.dispatch(Mock(tenant=None), request, Mock())
-        (task,) = edge.dispatcher._read_tasks
+        (task,) = edge.dispatcher._read_tasks._tasks
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0)
         assert inspect.getcoroutinestate(reading) == inspect.CORO_CLOSED
-        assert not edge.dispatcher._read_tasks
+        assert not edge.dispatcher._read_tasks._tasks
 
     edge.run(scenario())

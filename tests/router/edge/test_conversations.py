@@ -40,7 +40,7 @@ async def send(edge: Any, make_post: Any, messages: Any) -> int:
 
 async def wait_for_checks(edge: Any) -> None:
     while edge.prompts._check_tasks:
-        await asyncio.wait(edge.prompts._check_tasks, timeout=60)
+        await asyncio.wait(edge.prompts._check_tasks._tasks, timeout=60)
 
 
 @pytest.mark.parametrize("words", [20, 1000], ids=["light", "large"])
