@@ -14,13 +14,12 @@ parent is never freed before a live child.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import compute_keys, count_common_blocks
 from engine.cache.blocks import Block, Node
-from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
 from engine.cache.host_tier import HostHit, HostLoad, HostTier
 from engine.cache.learned_order import LearnedEviction
@@ -31,6 +30,7 @@ from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
 from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan
+from events import Event
 
 
 class KVCache:
@@ -371,7 +371,7 @@ class KVCache:
         self._block_copies.clear()
         return block_copies
 
-    def take_events(self) -> StepEvents | None:
+    def take_events(self) -> Iterator[Event] | None:
         """Return the events since the last call, in order; None if nothing changed. Iterating makes the events."""
         return self.tree.event_log.drain()
 

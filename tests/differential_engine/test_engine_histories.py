@@ -14,7 +14,7 @@ from compare_engines import DIGESTS, HISTORY_COUNT, ROOT, SEEDS_PER_DIGEST, comb
 from engine_history import compute_digest, play_history
 
 from engine.cache import state_checkpoints
-from engine.cache.event_log import REMOVED, Change, EventLog
+from engine.cache.event_log import Action, Change, EventLog
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.reuse_stats import ReuseStats
@@ -72,7 +72,9 @@ def host_memory_takes_nothing(patch: Patch) -> None:
 
 def removed_blocks_are_announced_one_by_one(patch: Patch) -> None:
     patch.setattr(
-        EventLog, "record_removed", lambda self, kind, node: self._changes.append(Change(REMOVED, kind, [node]))
+        EventLog,
+        "record_removed",
+        lambda self, kind, node: self._changes.append(Change(Action.REMOVED, {(kind, node): None})),
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import Node
-from engine.cache.event_log import STORED, EventLog
+from engine.cache.event_log import Action, EventLog
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.learned_order import LearnedEviction
@@ -68,7 +68,11 @@ def eviction_of_parents_first(patch: Patch) -> None:
     real = EventLog.drain
 
     def drain(self: EventLog) -> Any:
-        self._changes = [e._replace(nodes=e.nodes[::-1]) if e.action == STORED else e for e in self._changes]
+        for change in self._changes:
+            if change.action is Action.STORED:
+                blocks = list(change.blocks)
+                change.blocks.clear()
+                change.blocks.update(dict.fromkeys(reversed(blocks)))
         return real(self)
 
     patch.setattr(EventLog, "drain", drain)
