@@ -104,16 +104,15 @@ class Chooser:
         registry: WorkerRegistry,
         tracker: LoadTracker,
         cache_state: CacheState,
-        output_lengths: OutputLengths,
         links: TransferLinks,
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
         """Make a chooser that reads these parts of the router's core, and changes none of them but `rng`."""
+        self._output_lengths = OutputLengths()
         self._registry = registry
         self._tracker = tracker
         self._cache_state = cache_state
-        self._output_lengths = output_lengths
         self._links = links
         self._rng = rng
 
@@ -363,6 +362,16 @@ class Chooser:
             self.session_placements[request.session] = placement
         if request.media_conversation is not None:
             self.media_placements[request.media_conversation, request.scope] = placement
+
+    def record_answer(self, request: RouteRequest, output_tokens: int) -> None:
+        """Learn from a whole answer how long answers are."""
+        self._output_lengths.record_length(request, output_tokens)
+
+    def end_session(self, request: RouteRequest) -> None:
+        """Forget the session of a request, where the request says that it is the session's last."""
+        if request.is_final and request.session is not None:
+            self.session_placements.pop(request.session, None)
+            self._output_lengths.forget_session(request)
 
 
 def _drop_missing_source(candidates: list[Candidate]) -> list[Candidate]:

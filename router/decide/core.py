@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from options.bounded_dict import BoundedDict
+from router.decide.attempts import ActiveRequest, Attempt, AttemptTracker
 from router.decide.cache_state import CacheState
+from router.decide.chooser import Chooser
 from router.decide.config import CoreConfig, RetryConfig
 from router.decide.load import EngineLoad
 from router.decide.messages import (
@@ -33,7 +35,7 @@ from router.decide.messages import (
     RouteRequest,
     WorkerLost,
 )
-from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
+from router.decide.placement import RequestPlacer
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
 from router.decide.target import PromptQuery
@@ -90,9 +92,9 @@ class RouterCore:
         """Queued and in-flight requests by id."""
         self._retry_budget = RetryBudget(config.retry)
         self._rng = random.Random(seed)
-        self._placer = RequestPlacer(
-            self.registry, self.tracker, self.cache_state, self._links, config, self._rng, self.counters
-        )
+        self._attempts = AttemptTracker(self.registry, self.tracker, self.cache_state, self._links, self.counters)
+        self._chooser = Chooser(self.registry, self.tracker, self.cache_state, self._links, config, self._rng)
+        self._placer = RequestPlacer(self.registry, self.tracker, self._chooser, self._attempts, config, self.counters)
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, now: float, *, is_up: bool = True) -> Worker:
@@ -199,7 +201,10 @@ class RouterCore:
 
         The limit on the time to the first token does not apply, and the request need not wait in the queue.
         """
-        return self._placer.explain(request, now)
+        rng_state = self._rng.getstate()
+        decision = self._placer.explain(request, now)
+        self._rng.setstate(rng_state)
+        return decision
 
     def has_request(self, request_id: str) -> bool:
         """Return whether a request is queued or in flight."""
@@ -230,10 +235,7 @@ class RouterCore:
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.has_first_token:
             return []
-        attempt.has_first_token = True
-        attempt.observe_transfer(now)
-        self._placer.end_prefill_leg(attempt, now, is_computed=True)
-        if not self.tracker.record_first_token(attempt.in_flight, now):
+        if not self._attempts.record_first_token(attempt, now):
             return []
         active_request = self._active_requests[request_id]
         self.registry.record_service(attempt.decision.worker, active_request.refused_by, now)
@@ -262,7 +264,7 @@ class RouterCore:
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
             return []
-        self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
+        self._attempts.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
         if is_kv_transferred:
             self.tracker.end_transfer(attempt.in_flight, now)
             attempt.transfer_timing = None  # its duration is unknown, so nothing is learned from the transfer
@@ -287,7 +289,7 @@ class RouterCore:
         if transfer is not None and not attempt.has_transfer_failed:  # the attempt's first report
             active_request.tried_sources |= {transfer.source}
             active_request.crash_suspicions += may_be_crash
-        self._placer.compute_without_transfer(attempt, now, is_pair_fault=is_pair_fault)
+        self._attempts.compute_without_transfer(attempt, now, is_pair_fault=is_pair_fault)
         if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self.fail_attempt(request_id, FailureKind.SOURCE, now)
         return self._place_queued(now)
@@ -308,14 +310,15 @@ class RouterCore:
         if decision.is_split:  # the prompt was computed by another worker, which had other tokens cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         elif _has_missing_transfer(decision, engine_usage):
-            self._placer.compute_without_transfer(attempt, now)
+            self._attempts.compute_without_transfer(attempt, now)
         if not is_error:
-            self._placer.record_transfer(attempt, now)
-            self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
-        self._placer.end_attempt(
+            self._attempts.record_transfer(attempt, now)
+            output_tokens = self.tracker.record_answer(attempt.in_flight, engine_usage.completion_tokens, now)
+            self._chooser.record_answer(active_request.request, output_tokens)
+        self._attempts.end_attempt(
             active_request, now, is_computed=not is_error, reported_cached_tokens=engine_usage.cached_tokens
         )
-        self._placer.end_session(active_request.request)
+        self._chooser.end_session(active_request.request)
         del self._active_requests[request_id]
         self.counters["finished"] += 1
         if not is_error and not attempt.has_first_token:  # otherwise it is no service, or recorded already
@@ -335,8 +338,8 @@ class RouterCore:
         if attempt is None:
             self._placer.queue.remove(request_id)
             return []
-        self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
-        self._placer.end_session(active_request.request)
+        self._attempts.end_attempt(active_request, now, is_computed=attempt.has_first_token)
+        self._chooser.end_session(active_request.request)
         return self._place_queued(now)
 
     def fail_attempt(
@@ -411,7 +414,7 @@ class RouterCore:
         stalled_workers = self.stall_detector.stalled_workers
         if all(target.worker_id in stalled_workers for target in candidates):
             return False
-        return not self._placer.queue.is_full(active_request.queue_position)
+        return not self._placer.queue.is_full(active_request)
 
     def tick(self, now: float) -> list[Instruction]:
         """Apply deadlines, queue tries, pins and pauses that are due. Call at `next_tick()` or a little later."""
@@ -419,7 +422,7 @@ class RouterCore:
         self.cache_state.release_expired_pins(now)
         if [worker for worker in self.registry.down_workers if self.registry.breaker.try_half_open(worker, now)]:
             self.registry.apply_worker_changes()
-        expired = self._placer.place_expired(self._active_requests, now)
+        expired = self._placer.place_expired(now)
         return [*map(self._forget_refused, expired), *self._place_queued(now)]
 
     def next_tick(self) -> float | None:
@@ -445,7 +448,7 @@ class RouterCore:
     def _place_queued(self, now: float) -> list[Instruction]:
         if not self._placer.queue.requests:
             return []
-        return [*map(self._forget_refused, self._placer.place_queued(self._active_requests, now))]
+        return [*map(self._forget_refused, self._placer.place_queued(now))]
 
     def _forget_refused(self, instruction: PlacementT) -> PlacementT:
         """Forget the request of a refusal; other instructions change nothing."""
@@ -464,7 +467,7 @@ class RouterCore:
         """
         request, worker = active_request.request, self.workers.get(attempt.decision.worker)
         is_probe = worker is not None and worker.probe == request.request_id  # the probe ends with the attempt
-        self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
+        self._attempts.end_attempt(active_request, now, is_computed=attempt.has_first_token)
         if worker is None or not is_worker_fault(kind, request, worker, now - silent_s):
             return []
         has_refused_connection = kind is FailureKind.CONNECT
@@ -541,8 +544,8 @@ class RouterCore:
             targets = self.registry.get_targets(worker_id)
             worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
-        if self._placer.chooser.custom_policy is not None:
-            counters["policy_failed"] = self._placer.chooser.custom_policy.failures
+        if self._chooser.custom_policy is not None:
+            counters["policy_failed"] = self._chooser.custom_policy.failures
         queued_count = len(self._placer.queue.requests)
         return CoreSnapshot(worker_rows, queued_count, len(self._active_requests) - queued_count, counters)
 

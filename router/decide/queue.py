@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
+from router.decide.attempts import ActiveRequest
 from router.decide.config import QueueConfig
 from router.tenancy.fair_queueing import StartTimeFairQueueing
 
@@ -26,28 +27,24 @@ SortKey = tuple[int, float, int]
 """Priority, time of arrival, and number of requests that were queued before."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """Everything that decides a request's place in the queue."""
-
-    tenant: str
-    is_background: bool
-    priority: int
-    arrived_s: float
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedRequest:
     """A request in the queue, with the target that was cheapest when it was last tried."""
 
-    request_id: str
-    position: QueuePosition
+    active_request: ActiveRequest
+    line_name: str
+    """Tenant of the request; "" without `fair`."""
     sort_key: SortKey
     deadline_s: float
-    refuse_at_deadline: bool
     target: str
     prefill_s: float
+    """Expected seconds of prefill at the target."""
     charge_s: float
+    """Seconds that the tenant is charged when the request is sent."""
+
+    @property
+    def request_id(self) -> str:
+        return self.active_request.request.request_id
 
 
 _get_sort_key = attrgetter("sort_key")
@@ -68,20 +65,20 @@ class _Lane:
         self.prefill_s = 0.0
         """Prefill seconds of all requests, each at its target."""
 
-    def insert(self, request: QueuedRequest, line_name: str) -> None:
-        """Insert a request into a line."""
-        bisect.insort(self.lines.setdefault(line_name, []), request, key=_get_sort_key)
+    def insert(self, request: QueuedRequest) -> None:
+        """Insert a request into its line."""
+        bisect.insort(self.lines.setdefault(request.line_name, []), request, key=_get_sort_key)
         self.request_count += 1
         self.prefill_s += request.prefill_s
 
-    def remove(self, request: QueuedRequest, line_name: str) -> None:
+    def remove(self, request: QueuedRequest) -> None:
         """Remove a request from its line; the last one of all resets the scheduler."""
-        line = self.lines[line_name]
+        line = self.lines[request.line_name]
         place = bisect.bisect_left(line, request.sort_key, key=_get_sort_key)
         assert line[place] is request, f"queued request {request.request_id} is not where its key says"
         del line[place]
         if not line:
-            del self.lines[line_name]
+            del self.lines[request.line_name]
         self.request_count -= 1
         self.prefill_s = self.prefill_s - request.prefill_s if self.request_count else 0.0  # no rounding is left over
         if not self.lines:
@@ -145,77 +142,59 @@ class RequestQueue:
         """Prefill seconds of all queued requests, without the background."""
         return self._waiting.prefill_s
 
-    def is_full(self, position: QueuePosition) -> bool:
-        """Return whether a request at this position has no place.
+    def is_full(self, active_request: ActiveRequest) -> bool:
+        """Return whether there is no place for a request.
 
         Waiting and background requests each have the configured places. With `fair`, a tenant may take no more places
         than it leaves free for all others.
         """
-        lane = self._get_lane(position)
+        lane = self._get_lane(active_request)
         free_places = self._config.requests_max - lane.request_count
         if self._config.fair and free_places > 0:
-            return len(lane.lines.get(position.tenant, ())) >= free_places
+            return len(lane.lines.get(self._get_line_name(active_request), ())) >= free_places
         return free_places <= 0
 
     def put(
-        self,
-        request_id: str,
-        position: QueuePosition,
-        *,
-        target: str,
-        prefill_s: float,
-        charge_s: float,
-        deadline_s: float,
-        refuse_at_deadline: bool,
+        self, active_request: ActiveRequest, *, target: str, prefill_s: float, charge_s: float, deadline_s: float
     ) -> None:
-        """Queue a request for the worker that is cheapest now (`target`), or change the worker of a queued request.
-
-        `prefill_s`: expected seconds of prefill there. `charge_s`: seconds that the tenant is charged when the request
-        is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent then.
-        """
-        lane, queued_request = self._get_lane(position), self.requests.get(request_id)
+        """Queue a request for the worker that is cheapest now (`target`), or change the worker of a queued request."""
+        request_id, lane = active_request.request.request_id, self._get_lane(active_request)
+        queued_request = self.requests.get(request_id)
         if queued_request is not None:
-            assert queued_request.position == position, f"queued request {request_id} has another place than before"
             lane.prefill_s += prefill_s - queued_request.prefill_s
             queued_request.target = target
             queued_request.prefill_s = prefill_s
             queued_request.charge_s = charge_s
             return
-        sort_key = (position.priority, position.arrived_s, self._arrival_count)
+        line_name, sort_key = self._get_line_name(active_request), self._make_sort_key(active_request)
         self._arrival_count += 1
-        new_request = QueuedRequest(
-            request_id, position, sort_key, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
-        )
+        new_request = QueuedRequest(active_request, line_name, sort_key, deadline_s, target, prefill_s, charge_s)
         self.requests[request_id] = new_request
-        lane.insert(new_request, self._get_line_name(position))
+        lane.insert(new_request)
         heapq.heappush(self._deadlines, (deadline_s, request_id))
 
-    def remove(self, request_id: str) -> bool:
-        """Remove a request from the queue; return whether it was there."""
+    def remove(self, request_id: str) -> None:
+        """Remove a request from the queue, if it is there."""
         request = self.requests.pop(request_id, None)
         if request is None:
-            return False
-        self._get_lane(request.position).remove(request, self._get_line_name(request.position))
+            return
+        self._get_lane(request.active_request).remove(request)
         if len(self._deadlines) > 2 * len(self.requests) + 64:
             self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self.requests.items()]
             heapq.heapify(self._deadlines)
-        return True
 
-    def charge(self, position: QueuePosition, charge_s: float) -> None:
-        """Charge a tenant for a request that is sent while others wait, whether or not it was queued itself.
-
-        Call it before `remove`, which forgets all charges with the last waiting request.
-        """
-        lane = self._get_lane(position)
+    def record_sent(self, active_request: ActiveRequest, charge_s: float) -> None:
+        """Remove a request that is sent now, if it is queued, and charge its tenant for it if any request waits."""
+        lane = self._get_lane(active_request)
         if self._config.fair and lane.request_count:
-            lane.scheduler.charge(self._get_line_name(position), charge_s, lane.lines)
+            lane.scheduler.charge(self._get_line_name(active_request), charge_s, lane.lines)
+        self.remove(active_request.request.request_id)  # later than the charge: the last one resets all charges
 
-    def compute_prefill_ahead(self, position: QueuePosition) -> dict[str, float]:
+    def compute_prefill_ahead(self, active_request: ActiveRequest) -> dict[str, float]:
         """Return target -> prefill seconds of the queued requests that would be sent there before a new request."""
-        sort_key = (position.priority, position.arrived_s, self._arrival_count)
-        lane = self._get_lane(position)
-        requests: Iterable[QueuedRequest] = lane.iter_ahead(self._get_line_name(position), sort_key)
-        if position.is_background:
+        lane, line_name = self._get_lane(active_request), self._get_line_name(active_request)
+        requests: Iterable[QueuedRequest] = lane.iter_ahead(line_name, self._make_sort_key(active_request))
+        if active_request.is_background:
             waiting_requests = (self.requests[request_id] for request_id in self._waiting.iter_in_turn())
             requests = itertools.chain(waiting_requests, requests)
         prefill_s_by_target: dict[str, float] = {}
@@ -230,15 +209,14 @@ class RequestQueue:
             *itertools.islice(self._background.iter_in_turn(), count),
         ]
 
-    def pop_expired(self, now: float) -> list[QueuedRequest]:
-        """Return the requests that have reached their deadlines. They stay queued until the caller removes them."""
-        expired_requests: dict[str, QueuedRequest] = {}
+    def pop_expired(self, now: float) -> Iterator[ActiveRequest]:
+        """Remove and yield the requests that have reached their deadlines, one after the other."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)
             if request is not None and request.deadline_s == deadline_s:
-                expired_requests[request_id] = request  # by id, as a request that was queued twice has two deadlines
-        return list(expired_requests.values())
+                self.remove(request_id)
+                yield request.active_request
 
     def next_deadline_s(self) -> float:
         """Return the earliest time at which `pop_expired` may find a request."""
@@ -251,7 +229,7 @@ class RequestQueue:
             for name, line in lane.lines.items():
                 assert line, f"the line {name!r} is empty"
                 assert sorted(line, key=_get_sort_key) == line
-                assert all(self._get_line_name(request.position) == name for request in line)
+                assert all(self._get_line_name(request.active_request) == name for request in line)
                 request_ids += [request.request_id for request in line]
             assert sum(map(len, lane.lines.values())) == lane.request_count
             prefills_s = (request.prefill_s for line in lane.lines.values() for request in line)
@@ -259,8 +237,11 @@ class RequestQueue:
         assert len(request_ids) == len(set(request_ids))
         assert set(request_ids) == set(self.requests)
 
-    def _get_lane(self, position: QueuePosition) -> _Lane:
-        return self._background if position.is_background else self._waiting
+    def _get_lane(self, active_request: ActiveRequest) -> _Lane:
+        return self._background if active_request.is_background else self._waiting
 
-    def _get_line_name(self, position: QueuePosition) -> str:
-        return position.tenant if self._config.fair else ""
+    def _get_line_name(self, active_request: ActiveRequest) -> str:
+        return active_request.request.tenant if self._config.fair else ""
+
+    def _make_sort_key(self, active_request: ActiveRequest) -> SortKey:
+        return active_request.request.priority, active_request.arrived_s, self._arrival_count

@@ -11,17 +11,24 @@ from core_by_hand import chosen_worker, make_core, request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.decide.attempts import ActiveRequest
 from router.decide.config import CoreConfig, LearnConfig, QueueConfig
-from router.decide.messages import Enqueue, FailureKind, Forward, Refuse
-from router.decide.queue import QueuePosition, RequestQueue
+from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, RouteRequest
+from router.decide.queue import RequestQueue
+from router.index.protocol import Scope
 from simulation.steps import StepTimes
 
 FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
 
 
+def make_active_request(name: str, tenant: str, number: int) -> ActiveRequest:
+    request = RouteRequest(name, "m", Scope("m"), None, 1, tenant=tenant)
+    return ActiveRequest(request, float(number), wants_explanation=False, is_background=False)
+
+
 def put_request(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
-    place = QueuePosition(tenant, False, 0, float(number))
-    queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse_at_deadline=False)
+    request = make_active_request(name, tenant, number)
+    queue.put(request, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9)
 
 
 @given(
@@ -52,8 +59,7 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
         expected_order = queue.get_next_request_ids(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
         waiting_tenants = {queued_name[0] for queued_name in expected_order}
-        queue.charge(QueuePosition(tenant, False, 0, 0.0), seconds)
-        queue.remove(name)
+        queue.record_sent(queue.requests[name].active_request, seconds)
         queue.check_invariants()
         assert queue.get_next_request_ids(1000) == expected_order[1:], "what is tried next is known beforehand"
         given_s[tenant] += seconds
@@ -72,9 +78,8 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
     """`compute_prefill_ahead` of a request is the work that `get_next_request_ids` then lists before it."""
     queue, sizes = RequestQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
-        place = QueuePosition(tenant, False, 0, float(number))
-        ahead_s = queue.compute_prefill_ahead(place)
         name = f"{tenant}{number}"
+        ahead_s = queue.compute_prefill_ahead(make_active_request(name, tenant, number))
         put_request(queue, name, tenant, seconds, number)
         sizes[name] = seconds
         order = queue.get_next_request_ids(1000)
@@ -86,8 +91,7 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
         )
         if sends:
             first = queue.get_next_request_ids(1)[0]
-            queue.charge(QueuePosition(first[0], False, 0, 0.0), sizes[first])
-            queue.remove(first)
+            queue.record_sent(queue.requests[first].active_request, sizes[first])
 
 
 class Fleet:

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.decide.attempts import ActiveRequest
 from router.decide.cache_state import ApproximateCache
 from router.decide.config import QueueConfig
-from router.decide.queue import QueuePosition, RequestQueue
+from router.decide.messages import RouteRequest
+from router.decide.queue import RequestQueue
 from router.index import make_index
 from router.index.protocol import Scope
+
+
+def make_active_request(name: str, priority: int, arrived_s: float) -> ActiveRequest:
+    request = RouteRequest(name, "m", Scope("m"), None, 1, priority=priority)
+    return ActiveRequest(request, arrived_s, wants_explanation=False, is_background=False)
 
 
 @given(
@@ -31,18 +38,16 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         name, now = str(number), i * 0.5
         if operation == "put":
             arrived_s, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
-            queue.put(
-                name, QueuePosition("", False, priority, arrived_s), target=f"w{number % 3}", prefill_s=work / 2,
-                charge_s=work, deadline_s=deadline, refuse_at_deadline=number % 2 == 0,
-            )  # fmt: skip
+            request = make_active_request(name, priority, arrived_s)
+            queue.put(request, target=f"w{number % 3}", prefill_s=work / 2, charge_s=work, deadline_s=deadline)
             entries[name] = (priority, work, arrived_s, deadline)
         elif operation == "drop":
-            assert queue.remove(name) == (entries.pop(name, None) is not None)
+            queue.remove(name)
+            entries.pop(name, None)
         else:
-            due = [(request.request_id, request.refuse_at_deadline) for request in queue.pop_expired(now)]
-            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in entries.items() if h[3] <= now)
-            for expired_name, _ in due:
-                queue.remove(expired_name)
+            due = [active_request.request.request_id for active_request in queue.pop_expired(now)]
+            assert sorted(due) == sorted(n for n, h in entries.items() if h[3] <= now)
+            for expired_name in due:
                 del entries[expired_name], before[expired_name]
         queue.check_invariants()
         assert len(queue.requests) == len(entries)
@@ -51,7 +56,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         for n, (p, w, arrived_s, _) in entries.items():
             if (p, arrived_s) <= (0, now):
                 ahead_s[f"w{int(n) % 3}"] = ahead_s.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.compute_prefill_ahead(QueuePosition("", False, 0, now)) == pytest.approx(ahead_s)
+        assert queue.compute_prefill_ahead(make_active_request("new", 0, now)) == pytest.approx(ahead_s)
         assert queue.next_deadline_s() <= min((h[3] for h in entries.values()), default=math.inf)
 
 

@@ -125,7 +125,7 @@ def test_thousands_of_names_are_forgotten_in_the_end() -> None:
     core = core_with(session_affinity=True, sessions_max=100)
     for number in range(3000):
         send(core, f"r{number}", [number] * 20, float(number), session=f"s{number}", parent=f"p{number}")
-    assert len(core._placer.chooser.session_placements) == 100
+    assert len(core._chooser.session_placements) == 100
 
 
 def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten() -> None:
@@ -135,7 +135,7 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
         assert send(core, f"sub{number}", [2] * 600, 1.0, session=f"sub{number}", parent="main") == home
     assert {send(core, f"other{number}", [3] * 600, 2.0, session=f"o{number}") for number in range(2)} == {"a", "b"}
     send(core, "last", [1] * 700, 3.0, session="main", is_final=True)
-    assert core._placer.chooser.session_placements.get("main") is None
+    assert core._chooser.session_placements.get("main") is None
 
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:

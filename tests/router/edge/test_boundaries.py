@@ -17,6 +17,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Checkpoint, Tokenizer
+from router.decide.attempts import AttemptTracker
 from router.decide.core import RouterCore
 from router.decide.placement import RequestPlacer
 from router.edge.exchange import Exchange
@@ -40,7 +41,7 @@ ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError(
 CHUNKS = 40
 KINDS = (
     Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
-    Proxy, ClientConnection,
+    AttemptTracker, Proxy, ClientConnection,
 )  # fmt: skip
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
 _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
