@@ -97,6 +97,9 @@ class _PromptJob:
     requests: list[Request] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     """Answers to the requests so far, in the same order."""
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    """Logprobs of each answer's tokens."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -298,6 +301,9 @@ class LLM:
         choice_delta = choice.push(output)
         if choice_delta.should_abort:
             self._core.abort([output.request_id])
+        job.logprobs[choice.index].extend(choice_delta.logprobs)
+        if output.prompt_logprobs is not None and choice.index == 0:
+            job.prompt_logprobs = output.prompt_logprobs
         progress.count_tokens(len(choice_delta.token_ids))
         if choice_delta.finish_reason is not None and job.is_done:
             progress.count_prompt(job)
@@ -315,35 +321,34 @@ class LLM:
         )
         job.requests = make_sample_requests(request, job.request_id, 0)
         job.choices = [
-            Choice(index, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
+            Choice(index, request.params, self._detokenizer_factory, keeps_text=True)
             for index, request in enumerate(job.requests)
         ]
+        job.logprobs = [[] for _ in job.requests]
 
     def _make_output(self, job: _PromptJob) -> RequestOutput:
         """Return the result for a prompt whose answers are complete, in the form that vLLM's users know."""
-        first_choice = job.choices[0]
         prompt_logprobs: list[Logprobs | None] | None = None
-        if first_choice.prompt_logprobs is not None:
+        if job.prompt_logprobs is not None:
             prompt_logprobs = [
-                None if position is None else self._convert_logprobs(position)
-                for position in first_choice.prompt_logprobs
+                None if position is None else self._convert_logprobs(position) for position in job.prompt_logprobs
             ]
         return RequestOutput(
             request_id=job.request_id,
             prompt=job.text,
             prompt_token_ids=job.token_ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[self._make_completion(choice) for choice in job.choices],
-            num_cached_tokens=first_choice.cached_tokens,
+            outputs=[self._make_completion(choice, logprobs) for choice, logprobs in zip(job.choices, job.logprobs)],
+            num_cached_tokens=job.choices[0].cached_tokens,
         )
 
-    def _make_completion(self, choice: Choice) -> CompletionOutput:
+    def _make_completion(self, choice: Choice, positions: list[TokenLogprobs]) -> CompletionOutput:
         """Return one of the answers to a prompt, in the form that vLLM's users know."""
         logprobs = None
         cumulative_logprob = None
         if choice.params.logprobs is not None:
-            logprobs = [self._convert_logprobs(position) for position in choice.logprobs]
-            cumulative_logprob = sum(position.logprob for position in choice.logprobs)
+            logprobs = [self._convert_logprobs(position) for position in positions]
+            cumulative_logprob = sum(position.logprob for position in positions)
         return CompletionOutput(
             index=choice.index,
             text=choice.text,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from engine.types import FinishReason, SamplingParams, SequenceOutput
 
 PLAIN_TEXT_CONFIG = OutputParserConfig()
 
@@ -20,7 +20,7 @@ class Choice:
     """One of the `n` answers to a prompt, while it grows.
 
     It turns the tokens that the engine's core process reports into text, reasoning and calls. For an answer that is not
-    streamed, it also collects them.
+    streamed, it also collects them, but no logprobs: there may be millions.
     """
 
     def __init__(
@@ -30,22 +30,19 @@ class Choice:
         detokenizer_factory: DetokenizerFactory,
         *,
         keeps_text: bool,
-        keeps_logprobs: bool = False,
         skip_special_tokens: bool = True,
         parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
     ) -> None:
         """Create answer number `index` of a request, without any tokens yet.
 
-        `keeps_text`, `keeps_logprobs`: collect the text and the token ids, or the logprobs, of an answer that is
-        returned whole. `skip_special_tokens`: show no special tokens in the text. `parser_config`: formats in which the
-        model writes reasoning and tool calls.
+        `keeps_text`: collect the text and the token ids of an answer that is returned whole. `skip_special_tokens`:
+        show no special tokens in the text. `parser_config`: formats in which the model writes reasoning and tool calls.
         """
         self.index = index
         self.params = params
         self.detokenizer = detokenizer_factory.create(skip_special_tokens, parser_config.special_markers)
         self.parser = OutputParser(parser_config, params)
         self.keeps_text = keeps_text
-        self.keeps_logprobs = keeps_logprobs
 
         # Token counts, for the usage in the response.
         self.completion_tokens = 0
@@ -58,8 +55,6 @@ class Choice:
         self.call_parts: list[tuple[ToolCallDelta, list[str]]] = []
         """First delta of each tool call, and the arguments in its later deltas."""
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -92,13 +87,11 @@ class Choice:
         delta = self._decode(output)
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = output.prompt_logprobs
-            if self.keeps_logprobs:
-                self.prompt_logprobs = output.prompt_logprobs
         self._collect(delta)
         return delta
 
     def _collect(self, delta: ChoiceDelta) -> None:
-        """Add a delta to the whole answer: token counts and tool calls always, text and logprobs if they are kept."""
+        """Add a delta to the whole answer: token counts and tool calls always, text if it is kept."""
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
@@ -113,8 +106,6 @@ class Choice:
             self.texts.append(delta.text)
             self.reasoning_texts.append(delta.reasoning)
             self.token_ids.extend(delta.token_ids)
-        if self.keeps_logprobs:
-            self.logprobs.extend(delta.logprobs)
 
     def _parse_tokens(self, output: SequenceOutput) -> int:
         """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were parsed.
