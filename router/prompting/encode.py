@@ -253,25 +253,19 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
             return None
     if request.scores_prompt or request.has_media:
         return None
-    fields = _list_chat_fields(request) if request.kind == "chat" else _list_completion_fields(request)
-    return None if fields is None else msgspec.json.encode({"model": model, **fields})
-
-
-def _list_chat_fields(request: RoutingRequest) -> dict[str, Any] | None:
-    """Return the fields by which a worker renders and encodes a chat; None for one that is routed by load alone."""
-    if request.messages is None or request.chat_template is not None:
-        return None
-    fields = {name: getattr(request, name) for name in TOKENIZE_FIELDS}
-    if request.continue_final_message:
-        fields["add_generation_prompt"] = False  # vLLM's default is true, and it refuses both
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _list_completion_fields(request: RoutingRequest) -> dict[str, Any] | None:
-    """Return the fields by which a worker encodes the first prompt of a completion; None if it is no text."""
-    prompt = _get_first_prompt(request)
-    has_special_tokens = request.add_special_tokens is not False
-    return {"prompt": prompt, "add_special_tokens": has_special_tokens} if isinstance(prompt, str) else None
+    if request.kind == "chat":
+        if request.messages is None or request.chat_template is not None:
+            return None
+        fields = {name: getattr(request, name) for name in TOKENIZE_FIELDS}
+        if request.continue_final_message:
+            fields["add_generation_prompt"] = False  # vLLM's default is true, and it refuses both
+        fields = {name: value for name, value in fields.items() if value is not None}
+    else:
+        prompt = _get_first_prompt(request)
+        if not isinstance(prompt, str):
+            return None
+        fields = {"prompt": prompt, "add_special_tokens": request.add_special_tokens is not False}
+    return msgspec.json.encode({"model": model, **fields})
 
 
 def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:

@@ -50,7 +50,12 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     if medium_count == 0:
         return None
     estimated_tokens = char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count
-    return MediaPrompt(_digest_opening(messages), estimated_tokens)
+    user_indices = (
+        i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"
+    )
+    opening_messages = messages[: next(user_indices, 0) + 1]
+    digest = xxhash.xxh3_64_intdigest(msgspec.json.encode(_strip_volatile_fields(opening_messages)))
+    return MediaPrompt(digest, estimated_tokens)
 
 
 def _may_have_media(request: RoutingRequest, body: bytes) -> bool:
@@ -87,14 +92,6 @@ def _iter_parts(value: Any) -> Iterator[Any]:
                     yield from _iter_parts([part])
                 elif isinstance(part, (dict, str)):
                     yield part
-
-
-def _digest_opening(messages: list[Any]) -> int:
-    user_indices = (
-        i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"
-    )
-    opening_messages = messages[: next(user_indices, 0) + 1]
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(_strip_volatile_fields(opening_messages)))
 
 
 def _strip_volatile_fields(value: Any, depth: int = 0) -> Any:

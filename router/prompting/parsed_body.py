@@ -47,6 +47,22 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     further_tokens: Sequence[int] = ()
     """Number of tokens of each prompt after the first, if an engine tokenises the first."""
 
+    def set_ids(
+        self,
+        token_ids: Sequence[int] | None,
+        request: RoutingRequest,
+        tokens_max: int | None,
+        further_tokens: Sequence[int] = (),
+        *,
+        is_whole: bool = True,
+    ) -> None:
+        """Set the ids of the first prompt, truncated to what a worker would use, and the size of all prompts.
+
+        `tokens_max`: most tokens that the model takes. `is_whole`: whether the ids are of the whole first prompt.
+        """
+        self.token_ids = truncate_prompt(token_ids, request, tokens_max)
+        self.size = measure_prompts(token_ids, request, tokens_max, further_tokens, is_exact=is_whole)
+
 
 def tokenize_prompt(
     request: RoutingRequest,
@@ -67,11 +83,8 @@ def tokenize_prompt(
     prompt = TokenizedPrompt()
     rendered = read_prompt(request, tokenizer, tokens_max)
     if rendered.token_ids is not None:
-        further_lengths = count_further_tokens(request, tokenizer)
-        prompt.token_ids = truncate_prompt(rendered.token_ids, request, tokens_max)
-        prompt.size = measure_prompts(
-            rendered.token_ids, request, tokens_max, further_lengths, is_exact=rendered.is_whole
-        )
+        further_tokens = count_further_tokens(request, tokenizer)
+        prompt.set_ids(rendered.token_ids, request, tokens_max, further_tokens, is_whole=rendered.is_whole)
     elif remote_model is not None:
         prompt.tokenize_request = build_tokenize_request(request, remote_model)
         prompt.further_tokens = count_further_tokens(request, tokenizer)

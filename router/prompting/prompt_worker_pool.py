@@ -109,7 +109,13 @@ class PromptWorkerPool:
             nonlocal inspected_body
             if not body.is_wanted():
                 raise _make_overload_error("the client left")
-            inspected_body = await self._inspect(process, body)
+            try:
+                arguments = body.pieces, body.kind, body.needs_opening
+                inspected_body = await process.call(START_S_MAX, _inspect_body, *arguments)
+            except RequestError:
+                self.counts["refused"] += 1
+                raise
+            assert inspected_body is not None
             return await self._run_task(process, make_task(inspected_body.request))
 
         self._add_waiting(body.tenant, body.byte_count)
@@ -168,16 +174,6 @@ class PromptWorkerPool:
     def close_idle(self, now: float) -> None:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
-
-    async def _inspect(self, process: WorkerProcess, body: BodyToRead) -> ParsedBody:
-        """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
-        arguments = body.pieces, body.kind, body.needs_opening
-        try:
-            inspected_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, *arguments)
-        except RequestError:
-            self.counts["refused"] += 1
-            raise
-        return inspected_body
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""

@@ -25,8 +25,6 @@ from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationR
 from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import (
     is_light,
-    measure_prompts,
-    truncate_prompt,
 )
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
@@ -149,8 +147,7 @@ class PromptReader:
             return
         started_s = time.perf_counter()
         ids = await remote.tokenize(prompt.tokenize_request, target.base_model)
-        prompt.token_ids = truncate_prompt(ids, request, target.tokens_max)
-        prompt.size = measure_prompts(ids, request, target.tokens_max, prompt.further_tokens)
+        prompt.set_ids(ids, request, target.tokens_max, prompt.further_tokens)
         prompt.seconds = time.perf_counter() - started_s
 
     async def _tokenize_in_process(
@@ -232,15 +229,10 @@ class PromptReader:
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             checked_body = msgspec.structs.replace(body_to_read, pieces=(body,), is_wanted=lambda: True, tenant="")
             self._check_tasks.start(self._check(continuation, checked_body))
-        token_ids, request = continuation.token_ids, continuation.request
-        prompt = TokenizedPrompt(
-            token_ids=truncate_prompt(token_ids, request, target.tokens_max),
-            seconds=continuation.read_s,
-            conversation=continuation.cache_entry,
-            size=measure_prompts(token_ids, request, target.tokens_max),
-        )
+        prompt = TokenizedPrompt(seconds=continuation.read_s, conversation=continuation.cache_entry)
+        prompt.set_ids(continuation.token_ids, continuation.request, target.tokens_max)
         return ParsedBody(
-            request,
+            continuation.request,
             prompt,
             body=b"" if prompt.conversation is None else body,
             first_message_digest=continuation.conversation.first_message_digest,
