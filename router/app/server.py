@@ -52,11 +52,11 @@ class RouterApp:
         proxy, config = dispatcher.proxy, dispatcher.proxy.config
         self.dispatcher = dispatcher
         self._local_routes = local_routes
-        self._metrics = proxy.metrics
 
         # Attributes that the HTTP connections use.
         self.limits = config.limits
         self.budget = proxy.budget
+        self.metrics = proxy.metrics
         self.scheduler = FairScheduler()
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.is_ending = False
@@ -138,9 +138,3 @@ class RouterApp:
             self._local_routes.handle(connection, request)
         else:
             self.dispatcher.dispatch(connection, request, Exchange)
-
-    def record_rejection(self, status: int) -> None:
-        self._metrics.http_errors[str(status)] += 1
-
-    def record_crash(self, place: str, error: Exception) -> None:
-        self._metrics.record_crash(place, error)

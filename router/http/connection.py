@@ -7,7 +7,7 @@ Invariant: each request of a connection is answered before the next one is hande
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -16,10 +16,11 @@ import msgspec
 from prompts.errors import RequestError
 from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
+from router.http.decoding import decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_response_head, list_error_headers, make_crash_error
 from router.http.request import HttpRequest, RequestParser
+from router.metrics import Metrics
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Unsent bytes of an answer at which reading from its worker, and of the next request, is paused. Then all unsent bytes
@@ -88,15 +89,15 @@ class Client(Protocol):
         """Answer with an error."""
 
 
-def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
-    """Tell the responder of a client that the client is gone. If that raises, call `record_crash(place, error)`."""
+def cancel_responder(client: Client, place: str, metrics: Metrics) -> None:
+    """Tell the responder of a client that the client is gone. If that raises, count a crash at this place."""
     responder, client.responder = client.responder, None
     if responder is None:
         return
     try:
         responder.on_client_gone()
     except Exception as error:  # noqa: BLE001  a boundary
-        record_crash(place, error)
+        metrics.record_crash(place, error)
 
 
 class Application(Protocol):
@@ -104,6 +105,7 @@ class Application(Protocol):
 
     limits: HttpLimits
     budget: BufferBudget
+    metrics: Metrics
     scheduler: FairScheduler
     """Gives connections their turns to read long bodies."""
     arrival_scheduler: FairScheduler
@@ -122,12 +124,6 @@ class Application(Protocol):
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer an admitted request, now or later."""
-
-    def record_rejection(self, status: int) -> None:
-        """Count a request, or a handshake, that was refused."""
-
-    def record_crash(self, place: str, error: Exception) -> None:
-        """Count and log an exception that is a fault of the router. The caller ends its request."""
 
 
 class _SendProgress:
@@ -318,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
 
     def crash(self, error: Exception) -> None:
         """End the current request with an error 500, or by closing the connection, as its responder raised `error`."""
-        self._app.record_crash("client", error)
+        self._app.metrics.record_crash("client", error)
         self._queued_request = None
         self._cancel_responder()
         if self.has_response_started or not self._is_busy:
@@ -449,17 +445,15 @@ class ClientConnection(asyncio.Protocol):
         """Pass a complete, decoded request to the application, or answer with an error if the request is refused."""
         self._is_busy = True
         self.has_response_started = False
-        self._request = request
-        self.cors_headers = self._app.build_cors_headers(request)
         if self._app.is_ending:
             request.keep_alive = False
         self._keep_alive = self._keep_alive and request.keep_alive
         try:
+            self._set_request(request)
             coding = self._admit(request)
             self._charge_buffered_bytes()
             if coding is not None and request.body_bytes:
-                decoder = BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max)
-                self.responder = TaskResponder(self._decode(request, decoder))
+                self.responder = TaskResponder(self._decode(request, coding))
             else:
                 self._app.handle(self, request)
         except RequestError as refused:
@@ -467,14 +461,13 @@ class ClientConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
-    async def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+    async def _decode(self, request: HttpRequest, coding: str) -> None:
         """Decode the body of a request in turns of the event loop, then pass the request to the application."""
-        charge_decoded_bytes = partial(self._charge_decoded_bytes, self._charge.request_bytes)
+        app, charge_body = self._app, partial(self._charge_body, request)
         try:
-            await decode_in_turns(request, decoder, self._app.scheduler, self.tenant, charge_decoded_bytes)
+            await decode_in_turns(request, coding, app.limits.body_bytes_max, app.scheduler, self.tenant, charge_body)
             self.responder = None
-            self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
-            self._charge_buffered_bytes()
+            self._charge_body(request, request.body_bytes)
             self._app.handle(self, request)
         except RequestError as error:
             self.responder = None
@@ -482,15 +475,15 @@ class ClientConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
-    def _charge_decoded_bytes(self, encoded_bytes: int, decoded_bytes: int) -> None:
-        """Charge the part of the current body that is decoded, beside its encoded bytes. Raises RequestError."""
-        self._charge.request_bytes = encoded_bytes + decoded_bytes
+    def _charge_body(self, request: HttpRequest, body_bytes: int) -> None:
+        """Charge the current request with a body of so many bytes. Raises RequestError."""
+        self._charge.request_bytes = body_bytes + len(request.headers.raw)
         self._charge_buffered_bytes()
 
     def _refuse(self, error: RequestError) -> None:
         """Answer the current request with an error."""
         self._cancel_responder()
-        self._app.record_rejection(error.status)
+        self._app.metrics.http_errors[str(error.status)] += 1
         self.respond_error(error)
 
     def _resume_discarding(self) -> None:
@@ -519,7 +512,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._charge_buffered_bytes()
         except RequestError as error:
-            self._app.record_rejection(error.status)
+            self._app.metrics.http_errors[str(error.status)] += 1
             self._charge.unsent_response_bytes = 0
             self._keep_alive = False
             self._transport.abort()
@@ -529,8 +522,10 @@ class ClientConnection(asyncio.Protocol):
 
         After a long read of `received_bytes`, other connections get a turn before this one reads on.
         """
-        request = self._begin_partial_request()
-        if request is not None:
+        request = self._parser.partial_request
+        has_new_head = request is not None and request is not self._request
+        if request is not None and has_new_head:
+            self._set_request(request)
             self._admit(request)
         self._charge_buffered_bytes()
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
@@ -539,7 +534,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._is_reading_paused:
             self._is_reading_paused = False
             self._transport.resume_reading()
-        if self._parser.pop_expect_continue():
+        if has_new_head and self._parser.is_continue_expected:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _pause_reading(self) -> None:
@@ -547,13 +542,10 @@ class ClientConnection(asyncio.Protocol):
             self._is_reading_paused = True
             self._transport.pause_reading()
 
-    def _begin_partial_request(self) -> HttpRequest | None:
-        """Return a request once, when its head has come; else None. Errors then have the format of its API."""
-        request = self._parser.pop_partial_request()
-        if request is not None:
-            self._request = request
-            self.cors_headers = self._app.build_cors_headers(request)
-        return request
+    def _set_request(self, request: HttpRequest) -> None:
+        """Make a request the current one, as soon as its head is read: errors have the format of its API."""
+        self._request = request
+        self.cors_headers = self._app.build_cors_headers(request)
 
     def _limit_pipelined_input(self) -> None:
         """Stop reading if the client has sent more than MAX_PIPELINED_BYTES of requests during the current answer.
@@ -571,12 +563,13 @@ class ClientConnection(asyncio.Protocol):
             self._pause_reading()
 
     def _cancel_responder(self) -> None:
-        cancel_responder(self, "client", self._app.record_crash)
+        cancel_responder(self, "client", self._app.metrics)
 
     def _reject_and_close(self, error: RequestError) -> None:
         """Answer with `error` and close, because no further request can be read."""
-        self._app.record_rejection(error.status)
-        self._begin_partial_request()
+        self._app.metrics.http_errors[str(error.status)] += 1
+        if self._parser.partial_request is not None:
+            self._set_request(self._parser.partial_request)
         self._parser.stop()
         self._release_buffers()
         self._is_busy, self.has_response_started = True, False

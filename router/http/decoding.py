@@ -168,21 +168,23 @@ class BodyDecoder:
 
 async def decode_in_turns(
     request: HttpRequest,
-    decoder: BodyDecoder,
+    coding: str,
+    bytes_max: int,
     scheduler: FairScheduler,
     tenant: str,
     charge_bytes: Callable[[int], None],
 ) -> None:
     """Decode the compressed body of a request in slices, so that other requests are served between them.
 
-    `charge_bytes` charges the buffered bytes to the tenant, or raises RequestError if they are too many. A malformed
-    body raises RequestError, too.
+    `charge_bytes` charges the bytes of the body, both encoded and decoded, to the tenant. It raises RequestError if
+    they are too many. A malformed body raises RequestError, too, and one with more than `bytes_max` decoded bytes.
     """
+    decoder, encoded_bytes = BodyDecoder(request.pieces, coding, bytes_max), request.body_bytes
     is_done = False
     while not is_done:
         await scheduler.take_turn(tenant)
         is_done = decoder.decode_slice()
-        charge_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
+        charge_bytes(encoded_bytes + (decoder.decoded_bytes if is_done else decoder.buffered_bytes))
     request.pieces = decoder.pieces
     request.is_decoded = True
 

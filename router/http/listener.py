@@ -77,9 +77,9 @@ class Listener:
                 ssl_handshake_timeout=MAX_HANDSHAKE_S,
             )
         except (OSError, asyncio.TimeoutError):  # not TLS, no valid certificate, or too slow; SSLError is an OSError
-            self._app.record_rejection(400)
+            self._app.metrics.http_errors["400"] += 1
         except Exception as error:  # noqa: BLE001  a boundary
-            self._app.record_crash("handshake", error)
+            self._app.metrics.record_crash("handshake", error)
 
     @property
     def is_busy(self) -> bool:

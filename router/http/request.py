@@ -85,8 +85,8 @@ class RequestParser:
     """Parser of the requests on one connection. `feed` takes received bytes; then call `next_request` until None."""
 
     __slots__ = (
-        "_body", "_body_remaining_bytes", "_chunked_body", "_has_new_head", "_head_buffer",
-        "_is_continue_expected", "_is_finished", "_limits", "_position", "_request", "_unread_data",
+        "_body", "_body_remaining_bytes", "_chunked_body", "_head_buffer", "_is_finished", "_limits", "_position",
+        "_unread_data", "partial_request",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -100,12 +100,8 @@ class RequestParser:
         self._head_buffer = bytearray()
         """Bytes of an incomplete head."""
 
-        # A request whose head is parsed, while its body is read.
-        self._request: HttpRequest | None = None
-        self._has_new_head = False
-        """Whether `pop_partial_request` has still to return this request."""
-        self._is_continue_expected = False
-        """Whether the client waits for `100 Continue` before it sends the body."""
+        self.partial_request: HttpRequest | None = None
+        """Request with a parsed head and an incomplete body."""
         self._body: BodyPieces | None = None
         """Body as far as it was received; None if no body is being read."""
         self._body_remaining_bytes = 0
@@ -121,7 +117,7 @@ class RequestParser:
     @property
     def has_partial_request(self) -> bool:
         """Whether a part of a request has arrived, and not all of it."""
-        return self._request is not None or bool(self._head_buffer)
+        return self.partial_request is not None or bool(self._head_buffer)
 
     @property
     def buffered_bytes(self) -> int:
@@ -133,20 +129,15 @@ class RequestParser:
     @property
     def is_empty(self) -> bool:
         """Whether nothing of a further request has arrived."""
-        return not self._unread_data and not self._head_buffer and self._request is None
+        return not self._unread_data and not self._head_buffer and self.partial_request is None
 
-    def pop_partial_request(self) -> HttpRequest | None:
-        """Return a request that has a head and an incomplete body, once; else None."""
-        request = self._request if self._has_new_head else None
-        self._has_new_head = False
-        return request
-
-    def pop_expect_continue(self) -> bool:
-        """Return whether the client waits for `100 Continue` before it sends a body; True once for each request."""
-        has_body_begun = self._body is not None and self._body.byte_count > 0
-        is_waiting = self._is_continue_expected and self._request is not None and not has_body_begun
-        self._is_continue_expected = False
-        return is_waiting
+    @property
+    def is_continue_expected(self) -> bool:
+        """Whether the client waits for `100 Continue` before it sends the body of the partial request."""
+        request = self.partial_request
+        if request is None or request.is_http_1_0 or b"expect" not in request.headers.lines_by_name:
+            return False
+        return self._body is None or not self._body.byte_count
 
     def stop(self) -> None:
         """Parse nothing more, and drop an incomplete request; free its pieces by `discard_piece`."""
@@ -156,7 +147,7 @@ class RequestParser:
         self._head_buffer = bytearray()
         if self._body is not None:
             self._body.growing = bytearray()
-        self._request = self._chunked_body = None
+        self.partial_request = self._chunked_body = None
 
     def discard_piece(self) -> bool:
         """Free one piece of an unwanted body; return whether there are more. Freeing many at once takes long."""
@@ -199,12 +190,12 @@ class RequestParser:
         request = None
         try:
             while request is None and self._position < len(self._unread_data) and not self._is_finished:
-                if self._request is None:
+                if self.partial_request is None:
                     request = self._read_head()
                 elif self._chunked_body is None:
-                    request = self._read_length_body(self._request)
+                    request = self._read_length_body(self.partial_request)
                 else:
-                    return self._read_chunked_body(self._request, self._chunked_body)
+                    return self._read_chunked_body(self.partial_request, self._chunked_body)
         except ProtocolError as error:
             raise BadRequest(400, f"malformed HTTP request: {error}") from None
         except BodyTooLarge:
@@ -233,15 +224,13 @@ class RequestParser:
             self._position = body_end
             return request
         self._begin_body(request, body_bytes, is_chunked=is_chunked)
-        if is_too_large:  # raised after `_begin_body`, so that `pop_partial_request` returns the refused request
+        if is_too_large:  # raised after `_begin_body`, so that `partial_request` is the refused request
             raise self._make_too_large_error()
         return None
 
     def _begin_body(self, request: HttpRequest, body_bytes: int, *, is_chunked: bool) -> None:
         """Keep a request until its body has come: a body of `body_bytes`, or of chunks."""
-        self._request = request
-        self._has_new_head = True
-        self._is_continue_expected = b"expect" in request.headers.lines_by_name and not request.is_http_1_0
+        self.partial_request = request
         self._body = BodyPieces()
         self._body_remaining_bytes = body_bytes
         self._chunked_body = None
@@ -327,7 +316,7 @@ class RequestParser:
     def _complete_request(self, request: HttpRequest, body: BodyPieces) -> HttpRequest:
         """Return the request with its body, and make the parser ready for the next head."""
         request.pieces = body.to_tuple()
-        self._request = self._chunked_body = self._body = None
+        self.partial_request = self._chunked_body = self._body = None
         return request
 
     def _make_too_large_error(self) -> BadRequest:

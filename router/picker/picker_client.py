@@ -16,7 +16,7 @@ from prompts.errors import RequestError
 from router.edge.proxy import Proxy
 from router.http.budget import BufferCharge
 from router.http.connection import Client, Responder, TaskResponder, cancel_responder
-from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
+from router.http.decoding import decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, list_error_headers, make_crash_error
 from router.http.request import HttpRequest
@@ -111,7 +111,7 @@ class PickerClient:
 
     def request_cancelled(self) -> None:
         """Have no worker picked any more, as Envoy answers the request itself, or has ended its stream."""
-        cancel_responder(self, "picker", self.picker.proxy.metrics.record_crash)
+        cancel_responder(self, "picker", self.picker.proxy.metrics)
 
     def request_complete(self, request: HttpRequest) -> None:
         """Decode the body if it is compressed, then have a worker picked."""
@@ -122,22 +122,14 @@ class PickerClient:
             if coding is None:
                 self._dispatch(request)
             else:
-                limits = self.picker.proxy.config.limits
-                decoder = BodyDecoder(request.pieces, coding, limits.body_bytes_max)
-                self.responder = TaskResponder(self._decode(request, decoder))
+                self.responder = TaskResponder(self._decode(request, coding))
 
-    async def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
-        """Decode a body in turns of the event loop, then have a worker picked. The decoded bytes are charged too."""
-        encoded_bytes = request.body_bytes
+    async def _decode(self, request: HttpRequest, coding: str) -> None:
+        """Decode a body in turns of the event loop, then have a worker picked."""
+        bytes_max, scheduler = self.picker.proxy.config.limits.body_bytes_max, self.picker.scheduler
         tenant = self._charge.tenant or self._client_address()
         with self._answer_errors():
-            await decode_in_turns(
-                request,
-                decoder,
-                self.picker.scheduler,
-                tenant,
-                lambda decoded_bytes: self.charge_body_bytes(encoded_bytes + decoded_bytes),
-            )
+            await decode_in_turns(request, coding, bytes_max, scheduler, tenant, self.charge_body_bytes)
             self.responder = None
             self._dispatch(request)
 

@@ -148,7 +148,7 @@ def _requests(data: bytes) -> None:
     for piece in _pieces(data):
         parser.feed(piece)
         while parser.next_request() is not None or parser.has_more:
-            parser.pop_partial_request()
+            pass
 
 
 def _answer(data: bytes) -> None:

@@ -565,11 +565,20 @@ def test_nothing_more_is_written_once_a_worker_has_closed_its_connection() -> No
     asyncio.run(run())
 
 
+class CrashMetrics(Metrics):
+    """Counters of a router that has to have no fault, unless a test replaces `record_crash`."""
+
+    def record_crash(self, boundary: str, error: Exception) -> None:
+        raise error
+
+
 class App:
     """What a client's connection is to know of."""
 
     def __init__(self) -> None:
-        self.limits, self.budget, self.scheduler = HttpLimits(), BufferBudget(HttpLimits(), Metrics()), FairScheduler()
+        self.metrics = CrashMetrics()
+        self.limits, self.scheduler = HttpLimits(), FairScheduler()
+        self.budget = BufferBudget(self.limits, self.metrics)
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.is_ending = False
         self.taken: list[int] = []
@@ -583,14 +592,8 @@ class App:
     def handle(self, connection: Any, request: Any) -> None:
         self.taken.append(request.body_bytes)
 
-    def record_rejection(self, status: int) -> None:
-        assert status in (408, 413)
-
     def build_cors_headers(self, request: Any) -> bytes:
         return b""
-
-    def record_crash(self, where: str, error: Exception) -> None:
-        raise error
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -621,6 +624,7 @@ def test_long_bodies_are_read_in_turns(chunked: bool) -> None:
                 break
             await asyncio.sleep(0)
         assert app.taken == [reads * size] * clients
+        assert not app.metrics.http_errors
 
     asyncio.run(run())
 
@@ -648,6 +652,7 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
             else:
                 connection.connection_lost(None)
         assert metrics.request_buffer_bytes >= len(connections) * 7 * PIECE_BYTES
+        assert set(metrics.http_errors) == ({"408"} if refused else set())
         while metrics.request_buffer_bytes:
             bodies = [connection._parser._body for connection in connections]
             left = sum(len(body.complete) for body in bodies if body is not None)
@@ -655,6 +660,20 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
             pieces = left
             await asyncio.sleep(0)
         app.budget.check_invariants()
+
+    asyncio.run(run())
+
+
+def test_a_body_is_asked_for_once() -> None:
+    async def run() -> None:
+        app, transport = App(), Transport()
+        connection = ClientConnection(app, set())  # type: ignore[arg-type]
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        head = b"POST / HTTP/1.1\r\nHost: r\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+        for data in (head, b"3\r", b"\nabc\r\n0\r\n\r\n"):
+            connection.data_received(data)
+            assert transport.written == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+        assert app.taken == [3]
 
     asyncio.run(run())
 
@@ -672,6 +691,7 @@ def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
             connection.data_received(bytes(LONG_READ_BYTES))
             transports.append(transport)
         assert not any(transport.reads for transport in transports)
+        assert set(app.metrics.http_errors) == {"413"}
         reading = 0
         while reading < len(transports):
             await asyncio.sleep(0)
@@ -685,7 +705,7 @@ def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
 def test_a_decoding_that_is_not_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
     async def run() -> None:
         app, crashes, transport = App(), [], Transport()
-        app.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
+        app.metrics.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
         connection = ClientConnection(app, set())  # type: ignore[arg-type]
         connection.connection_made(transport)  # type: ignore[arg-type]
         body = gzip.compress(bytes(16 << 20))
@@ -783,7 +803,7 @@ def test_what_becomes_of_a_request_that_waits_for_its_turn() -> None:
 def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself() -> None:
     async def run() -> None:
         app, crashes = App(), []
-        app.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
+        app.metrics.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
         for size in range(1, REQUESTS_PER_ITERATION + 2):
             last = arrived(app, "10.0.0.1", size)
         transport: Any = last._transport

@@ -183,16 +183,15 @@ def test_options_of_a_url_without_a_path_are_the_servers() -> None:
     assert [request.target for request in requests] == [b"*", b"*", b"/", b"/?a"]
 
 
-def test_continue_is_wanted_once_and_only_before_the_body() -> None:
+def test_continue_is_wanted_only_before_the_body() -> None:
     parser = RequestParser(HttpLimits())
     parser.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
     assert parser.next_request() is None
-    assert parser.pop_expect_continue()
-    assert not parser.pop_expect_continue()
+    assert parser.is_continue_expected
     parser.feed(b"abc")
     assert parser.next_request() is not None
-    assert not parser.pop_expect_continue()
+    assert not parser.is_continue_expected
     whole = RequestParser(HttpLimits())
     whole.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\nabc")
     assert whole.next_request() is not None
-    assert not whole.pop_expect_continue()
+    assert not whole.is_continue_expected

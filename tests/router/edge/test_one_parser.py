@@ -47,7 +47,7 @@ def read(pieces: list[bytes]) -> tuple[list[Read], bool, bool]:
             while (request := parser.next_request()) is not None or parser.has_more:
                 if request is not None:
                     found.append(view(request))
-                    assert parser.pop_partial_request() is None
+                    assert parser.partial_request is None
     except BadRequest:
         parser.feed(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
         assert parser.next_request() is None  # the connection is over
