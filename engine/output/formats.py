@@ -6,6 +6,7 @@ A new format needs a row here and a test. A new way to write a call also needs a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Literal
 from engine.output.json_calls import (
     ARGUMENTS_MARKER,
     ID_MARKER,
+    NAME_PATTERN,
     CallReader,
     read_named_call,
     read_object_call,
@@ -44,8 +46,30 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolMarkup:
+    """Exact text of tool calls, for grammars that force calls to a tool's JSON schema."""
+
+    begin: str
+    """Text of a call before its arguments, with NAME for the function's name."""
+    end: str
+    """Text of a call after its arguments."""
+    trigger: str
+    """Text that begins calls, and occurs in no other text."""
+    style: Literal["json", "qwen_xml", "python"] = "json"
+    """How arguments are written. In JSON, the function's name is a JSON string, too."""
+    name_pattern: re.Pattern[str] = re.compile(r"(?s:.+)")
+    """Function names that this markup can hold."""
+    calls_begin: str = ""
+    """Text before all calls of an answer."""
+    separator: str = ""
+    """Text between two calls."""
+    calls_end: str = ""
+    """Text after all calls."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """Markup by which a family of models writes tool calls, for the parser that finds the calls in generated text.
+    """How a family of models writes tool calls: the parser finds them by markers, and grammars force exact markup.
 
     An example is `<tool_call>{"name": "f"}</tool_call>`: an opening marker, one call or several ones, a closing marker.
     """
@@ -54,6 +78,7 @@ class ToolCallFormat:
     open_markers: tuple[str, ...]
     readers: Mapping[str, CallReader]
     """Text with which a call begins, such as "{" -> function that parses such a call."""
+    markup: ToolMarkup
     close_marker: str = ""
     """Marker after the calls; empty if the format has none."""
     bare_start_chars: str = ""
@@ -76,6 +101,8 @@ class ToolCallFormat:
         return tuple(marker for marker in markers if marker)
 
 
+_JSON_BEGIN = '{"name": NAME, "arguments": '
+
 # fmt: off
 REASONING_FORMATS = {row.name: row for row in (  # the first that fits a template is chosen
     ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ends_at_call=True, template_markers=("[THINK]",)),
@@ -86,17 +113,27 @@ REASONING_FORMATS = {row.name: row for row in (  # the first that fits a templat
 )}
 CALL_FORMATS = {row.name: row for row in (  # the first that fits a template is chosen, so more markup comes first
     ToolCallFormat("qwen3_coder", ("<tool_call>", FUNCTION_MARKER), {FUNCTION_MARKER: read_xml_call},
+                   ToolMarkup("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "<tool_call>", "qwen_xml",
+                              re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
                    close_marker="</tool_call>", template_markers=(FUNCTION_MARKER,)),
     ToolCallFormat("mistral", ("[TOOL_CALLS]",), {"{": read_object_call, FUNCTION_NAME: read_named_call},
+                   ToolMarkup(_JSON_BEGIN, "}", "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ",
+                              calls_end="]"),
                    has_short_ids=True, template_markers=("[TOOL_CALLS]",)),
     ToolCallFormat("granite", ("<|tool_call|>", "<tool_call>"), {"{": read_object_call},
+                   ToolMarkup(_JSON_BEGIN, "}", "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ",
+                              calls_end="]"),
                    close_marker="</tool_call>", template_markers=("<|tool_call|>", "<|start_of_role|>")),
-    ToolCallFormat("hermes", ("<tool_call>",), {"{": read_object_call}, close_marker="</tool_call>",
-                   template_markers=("<tool_call>",)),
+    ToolCallFormat("hermes", ("<tool_call>",), {"{": read_object_call},
+                   ToolMarkup(f"<tool_call>\n{_JSON_BEGIN}", "}\n</tool_call>", "<tool_call>", separator="\n"),
+                   close_marker="</tool_call>", template_markers=("<tool_call>",)),
     ToolCallFormat("pythonic", ("<|python_start|>", "<|python_tag|>"), {FUNCTION_NAME: read_python_call},
+                   ToolMarkup("NAME(", ")", "[", "python", NAME_PATTERN, calls_begin="[", separator=", ",
+                              calls_end="]"),
                    close_marker="<|python_end|>", bare_start_chars="[",
                    template_markers=("func_name1(", "<|python_start|>")),
     ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": partial(read_object_call, needs_arguments=True)},
+                   ToolMarkup('{"name": NAME, "parameters": ', "}", '{"name": ', separator="; "),
                    bare_start_chars="{", template_markers=("<|python_tag|>", '"parameters": ')),
 )}
 # fmt: on

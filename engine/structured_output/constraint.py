@@ -8,15 +8,13 @@ A format is a JSON object in the language of xgrammar's structural tags, which v
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.output.json_calls import NAME_PATTERN
+from engine.output.formats import CALL_FORMATS, ToolMarkup
 from prompts import ChatRequest, CompletionRequest, bad_value, field_error
 from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
@@ -50,55 +48,9 @@ class EncodedConstraint(msgspec.Struct, frozen=True):
         return RequestedConstraint(self.param, msgspec.json.decode(self.format_json))
 
 
-@dataclass(frozen=True, slots=True)
-class ToolMarkup:
-    """Markup in which a family of models writes tool calls, for grammars that hold calls to a tool's JSON schema."""
-
-    begin: str
-    """Text of a call before its arguments, with NAME for the function's name."""
-    end: str
-    """Text of a call after its arguments."""
-    trigger: str
-    """Text that begins calls, and occurs in no other text."""
-    style: Literal["json", "qwen_xml", "python"] = "json"
-    """How arguments are written. In JSON, the function's name is a JSON string, too."""
-    name_pattern: re.Pattern[str] = re.compile(r"(?s:.+)")
-    """Function names that this markup can hold."""
-    calls_begin: str = ""
-    """Text before all calls of an answer."""
-    separator: str = ""
-    """Text between two calls."""
-    calls_end: str = ""
-    """Text after all calls."""
-
-    def make_call_format(self, name: str, schema: Json) -> Format:
-        """Return the format (a structural tag) of one call of the function `name`, whose arguments match `schema`."""
-        written_name = json.dumps(name, ensure_ascii=False) if self.style == "json" else name
-        begin = self.begin.replace("NAME", written_name)
-        content = {**make_schema_format(schema), "style": self.style}
-        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
-
-
-_JSON_BEGIN = '{"name": NAME, "arguments": '
-MARKUPS = {
-    "hermes": ToolMarkup(f"<tool_call>\n{_JSON_BEGIN}", "}\n</tool_call>", "<tool_call>", separator="\n"),
-    "qwen3_coder": ToolMarkup(
-        "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "<tool_call>", "qwen_xml",
-        re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n",
-    ),
-    "llama3_json": ToolMarkup('{"name": NAME, "parameters": ', "}", '{"name": ', separator="; "),
-    "mistral": ToolMarkup(_JSON_BEGIN, "}", "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
-    "pythonic": ToolMarkup("NAME(", ")", "[", "python", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
-    "granite": ToolMarkup(
-        _JSON_BEGIN, "}", "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"
-    ),
-}  # fmt: skip
-"""Tool-call format -> its markup."""
-
-
 def parse_requested_constraint(
     body: ChatRequest | CompletionRequest,
-    tool_markup: str | None = None,
+    call_format: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
     """Return the output format that a request asks for, such as a JSON schema; None if any answer is allowed.
@@ -107,18 +59,18 @@ def parse_requested_constraint(
     - If the text has a format (`response_format`) and tools may be called, the answer is such a text, or calls.
     - If tools may be called and the text is free, only calls have a format, if a tool is strict or has a grammar.
 
-    `tool_markup`: name of the format in which the model writes calls; None: it writes none. `grammars`: custom tools
+    `call_format`: name of the format in which the model writes calls; None: it writes none. `grammars`: custom tools
     with a grammar for their input, by name. Raises RequestError.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
     is_call_required, tools = _select_tools(body, grammars)
-    if is_call_required and tool_markup is None:
+    if is_call_required and call_format is None:
         raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
-    if tool_markup is None or not (tools or is_call_required):
+    if call_format is None or not (tools or is_call_required):
         return text_constraint
-    markup = MARKUPS[tool_markup]
+    markup = CALL_FORMATS[call_format].markup
     allows_several = body.parallel_tool_calls is not False and not names_function(body)
     if is_call_required:
         return RequestedConstraint("tool_choice", _make_calls_format(markup, tools, allows_several))
@@ -159,24 +111,24 @@ _PLAIN_PARAMETERS_KEYS = {"type", "title", "description", "properties", "require
 def make_scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
-    tool_markup: str | None,
+    call_format: str | None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. `tool_markup`:
+    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. `call_format`:
     name of the format of tool calls; None: there are none. `grammars`: custom tools with a grammar, by name.
     """
     answer_count = sum(message.get("role") == "assistant" for message in body.messages)
     if body.continue_final_message:  # the last answer is not complete
         answer_count -= 1
     turn = script[answer_count % len(script)]
-    if turn.call is not None and tool_markup is not None:
+    if turn.call is not None and call_format is not None:
         tools = _select_tools(body, grammars).tools
         tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
         if tool is not None:
             scripted_tool = _restrict_to_turn(tool, turn)
-            calls_format = _make_calls_format(MARKUPS[tool_markup], [scripted_tool], allows_several=False)
+            calls_format = _make_calls_format(CALL_FORMATS[call_format].markup, [scripted_tool], allows_several=False)
             return RequestedConstraint("tools", calls_format)
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
@@ -391,13 +343,14 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
         schema = {} if tool.parameters is None else tool.parameters
         if not isinstance(schema, dict):
             raise bad_value(parameters_field, schema, "a JSON schema of an object")
-        tag = markup.make_call_format(tool.name, {**schema, "type": "object"})
-        tag["content"]["param"] = parameters_field
+        content = make_schema_format({**schema, "type": "object"}) | {"style": markup.style, "param": parameters_field}
         if tool.grammar is not None:
-            tag["content"] = _make_custom_tool_content(tag["content"], tool.grammar)
+            content = _make_custom_tool_content(content, tool.grammar)
         elif not tool.is_strict:  # keywords that the compiler does not know are left out
-            tag["content"]["lenient"] = True
-        tags.append(tag)
+            content["lenient"] = True
+        written_name = json.dumps(tool.name, ensure_ascii=False) if markup.style == "json" else tool.name
+        begin = markup.begin.replace("NAME", written_name)
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": markup.end})
     return tags
 
 

@@ -17,7 +17,6 @@ import test_tool_calls
 from engine.output import formats
 from engine.output.formats import CALL_FORMATS, REASONING_FORMATS, resolve_formats
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.structured_output import constraint
 from engine.types import SamplingParams
 from prompts import ChatTemplate
 
@@ -39,8 +38,6 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setitem(CALL_FORMATS, row.name, row)
     for row in evaluate_block("engine/output/formats.py: REASONING_FORMATS", "[]", formats):
         monkeypatch.setitem(REASONING_FORMATS, row.name, row)
-    for name, markup in evaluate_block("engine/structured_output/constraint.py: MARKUPS", "{}", constraint).items():
-        monkeypatch.setitem(constraint.MARKUPS, name, markup)
     for name, example in evaluate_block("tests/engine/call_formats.py: EXAMPLES", "{}", call_formats).items():
         monkeypatch.setitem(call_formats.EXAMPLES, name, example)
     cases: list[Any] = evaluate_block("tests/engine/test_tool_calls.py: CASES", "[]", test_tool_calls)

@@ -16,11 +16,12 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarVocabulary, _draw_allowed_token
+from engine.output.formats import CALL_FORMATS
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint
-from engine.structured_output.constraint import MARKUPS, parse_requested_constraint
+from engine.structured_output.constraint import parse_requested_constraint
 from engine.structured_output.constraint_check import check_constraint
 from engine.structured_output.lark import write_lark
 from engine.tiny.tokenizer import cached_tokenizer
@@ -67,12 +68,12 @@ def takes(lark: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("markup", MARKUPS)
+@pytest.mark.parametrize("markup", CALL_FORMATS)
 def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup: str) -> None:
     example = EXAMPLES[markup]
     weather, time, wrong = example.weather, example.time, example.wrong
-    begin, end = MARKUPS[markup].calls_begin, MARKUPS[markup].calls_end
-    two_calls = begin + MARKUPS[markup].separator.join(
+    begin, end = CALL_FORMATS[markup].markup.calls_begin, CALL_FORMATS[markup].markup.calls_end
+    two_calls = begin + CALL_FORMATS[markup].markup.separator.join(
         call.removeprefix(begin).removesuffix(end) if end else call for call in (weather, time)
     ) + end  # fmt: skip
     lark = grammar(chat(tools=TOOLS, tool_choice="required"), markup)
@@ -92,7 +93,7 @@ def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup:
     assert not takes(named_grammar, two_calls)
 
 
-@pytest.mark.parametrize("markup", MARKUPS)
+@pytest.mark.parametrize("markup", CALL_FORMATS)
 def test_calls_of_strict_tools_are_right_where_text_is_free(markup: str) -> None:
     example = EXAMPLES[markup]
     weather, time, wrong = example.weather, example.time, example.wrong
@@ -296,7 +297,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-@pytest.mark.parametrize("markup", MARKUPS)
+@pytest.mark.parametrize("markup", CALL_FORMATS)
 def test_any_call_that_is_forced_is_read_and_fits_its_schema(markup: str, arguments: dict[str, Any]) -> None:
     """Calls drawn at random from the grammar, as a model that knows nothing would write them."""
     schema = {"type": "object", "additionalProperties": False, **arguments}
@@ -334,7 +335,7 @@ def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     return json.loads(call.arguments)
 
 
-@pytest.mark.parametrize("markup", MARKUPS)
+@pytest.mark.parametrize("markup", CALL_FORMATS)
 @pytest.mark.parametrize("parameters", [{}, None, {"properties": {}}, {"type": ["object", "null"]}])
 def test_arguments_are_an_object_whatever_a_schema_leaves_open(markup: str, parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "time", "parameters": parameters}}]
