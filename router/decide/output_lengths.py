@@ -73,10 +73,8 @@ class OutputLengths:
         growth_limit = _GROWTH_MAX * self._blend_averages(groups)
         capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
         for group in groups:
-            average = self._averages.get(group)
-            if average is None:
-                average = self._averages[group] = _Average()
-            self._averages.move_to_end(group)
+            average = self._averages.get(group) or _Average()
+            self._averages[group] = average  # which makes it the newest
             average.count = min(average.count + 1.0, _ANSWERS_AVERAGED)
             average.mean += (capped_tokens - average.mean) / average.count
 

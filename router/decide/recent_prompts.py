@@ -25,7 +25,10 @@ SHARED_RUNNING_MIN: Final = 2
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Consecutive chunks (256 tokens each) that recent prompts have in common: each prompt has all of them, or none."""
+    """Consecutive chunks (256 tokens each) that recent prompts have in common: each prompt has all of them, or none.
+
+    For example, a prompt of the chunks A, B, C and another of A, B, D are three segments: A and B, C, D.
+    """
 
     keys: list[int]
     """Keys of the chunks; a key is the digest of all tokens of a prompt up to the chunk's end."""

@@ -96,13 +96,16 @@ class LoadTracker:
         self.on_kv_arrival: Callable[[InFlightRequest], None] = lambda request: None
         """Called with a request when its KV has come, or is no longer expected, unless the target was removed."""
 
-        # Load that decays, load of other routers, and those that are told of changes.
         self._epoch_s = -math.inf
         """Time to which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
+
+        # Load of others: routers, and clients that use none.
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """Load by other routers' requests: by router, then by name of the target."""
         self._engine_reported_at_s: dict[str, float] = {}
         """When the engine of each target last reported its load."""
+
+        # Readers of this router's load, to which changes are passed on.
         self.changed_targets: set[str] = set()
         """Names of targets to which this router's load has changed since it was last reported to the other routers."""
         self.load_orders: dict[tuple[str, str | None], LoadOrder] = {}
@@ -221,10 +224,10 @@ class LoadTracker:
         utilisation, too. `reported_cached_tokens`: cached tokens by the engine's answer; None if not reported.
         """
         assert request.phase is not RequestPhase.ENDED, "the request has ended already"
-        target, load, totals = request.target, request.target.load, request.target.totals
+        target, load, queue = request.target, request.target.load, request.target.prefill_queue
         self._mark_changed(target)
         target.advance_work_totals(now)
-        target.prefill_queue.record_progress(target.slowdown, now)
+        queue.record_progress(target.slowdown, now)
 
         load.last_request_end_s = now
         load.request_count -= 1
@@ -233,7 +236,11 @@ class LoadTracker:
         if not load.request_count:
             load.remaining_output_tokens = 0.0  # exactly, so that rounding never accumulates
         if request.has_no_first_token:
-            self._remove_prefill(request, now)
+            load.pending_prompt_tokens -= request.prompt_tokens
+            if request.is_waiting_for_kv:
+                self._uncount_transfer(request)
+            elif queue.remove(request):
+                queue.oldest_since_s = now
         else:
             load.decode_request_count -= 1
             load.decode_context_tokens -= request.context_tokens
@@ -244,17 +251,8 @@ class LoadTracker:
         if not is_computed:
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
-            totals.predicted_cached_tokens += request.cached_tokens
-            totals.reported_cached_tokens += reported_cached_tokens
-
-    def _remove_prefill(self, request: InFlightRequest, now: float) -> None:
-        """Stop counting the prefill of a request that ends without a first token."""
-        target = request.target
-        target.load.pending_prompt_tokens -= request.prompt_tokens
-        if request.is_waiting_for_kv:
-            self._uncount_transfer(request)
-        elif target.prefill_queue.remove(request):
-            target.prefill_queue.oldest_since_s = now
+            target.totals.predicted_cached_tokens += request.cached_tokens
+            target.totals.reported_cached_tokens += reported_cached_tokens
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
         """Count a transfer at both ends. At its end the request joins its target's prefill queue."""

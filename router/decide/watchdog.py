@@ -131,9 +131,9 @@ class _WorkerAlarms:
 class Watchdog:
     """Alarms of all workers, from the usage of every finished request."""
 
-    def __init__(self, count_stored_blocks: Callable[[str], int] = lambda worker_id: 0) -> None:
+    def __init__(self) -> None:
         self._alarms: dict[str, _WorkerAlarms] = {}
-        self.count_stored_blocks = count_stored_blocks
+        self.count_stored_blocks: Callable[[str], int] = lambda worker_id: 0
         """Function that returns the number of blocks that a worker has announced since it was first followed."""
         self.list_unreachable_endpoints: Callable[[str], list[str]] = lambda worker_id: []
         """Function that returns the event endpoints of a worker that could not be connected for a while."""

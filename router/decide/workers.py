@@ -284,8 +284,7 @@ def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
             continue
         for model in worker.models.values():
             longest_model = models.get(model.name)
-            longest_context = -1 if longest_model is None else longest_model.max_model_len or 0
-            if (model.max_model_len or 0) > longest_context:
+            if longest_model is None or (model.max_model_len or 0) > (longest_model.max_model_len or 0):
                 models[model.name] = model
     return models
 

@@ -13,7 +13,8 @@ class CountingWatchdog(Watchdog):
 
     def __init__(self) -> None:
         self.stored_blocks = Counter[str]()
-        super().__init__(self.stored_blocks.__getitem__)
+        super().__init__()
+        self.count_stored_blocks = self.stored_blocks.__getitem__
 
 
 def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
