@@ -144,11 +144,11 @@ class StreamState:
         self._request.attempt_count = 0
         self._restart_attempt_count = 0
         if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
-            return [*self._clear("reconnected while joining"), *self._start_over(now)]
+            return self._start_over("reconnected while joining", now)
         if self._next_seq is not None:
             return self._start_repair(now)
         # The first connection, or no batch came on the earlier ones.
-        return [] if self.config.start_mode is StartMode.LIVE else self._start_over(now)
+        return [] if self.config.start_mode is StartMode.LIVE else self._start_over("connected", now)
 
     def on_disconnected(self) -> list[Instruction]:
         """Handle the loss of the connection. Applied batches stay, because the publisher may come back."""
@@ -219,7 +219,7 @@ class StreamState:
             return []
         self._request.deadline = None
         if self.phase is StreamPhase.SNAPSHOT and not self._snapshot.is_complete:
-            return [*self._clear("no snapshot"), *self._start_rebuild(now)]
+            return self._start_rebuild("no snapshot", now)
         if self.phase is StreamPhase.REPAIR and self._repair.awaits_last_batch and not self._repair.is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
@@ -272,16 +272,15 @@ class StreamState:
             return self._give_up(reason, now)
         if self.phase is StreamPhase.REPAIR:
             return self._start_repair(now)
-        return [*self._clear(reason), *self._start_rebuild(now)]
+        return self._start_rebuild(reason, now)
 
     def _handle_failed_snapshot(self, reason: str, now: float) -> list[Instruction]:
         """Request a snapshot again; after `max_attempts`, request a replay for now, and a snapshot later."""
-        instructions = self._clear(reason)
         if self._request.attempt_count < self.config.max_attempts:
-            return [*instructions, *self._start_snapshot(now)]
+            return self._start_snapshot(reason, now)
         self._request.attempt_count = 0
         self._snapshot_retry_at = now + self.config.snapshot_retry_s
-        return [*instructions, *self._start_rebuild(now)]
+        return self._start_rebuild(reason, now)
 
     def on_tick(self, now: float) -> list[Instruction]:
         """Handle a late reply, a snapshot that is to be requested again, or a publisher that sends nothing.
@@ -295,7 +294,7 @@ class StreamState:
                 return []
             return self.on_request_failed(self._request.id, now, f"no answer in {self.config.request_timeout_s:g} s")
         if self._snapshot_retry_at is not None and now >= self._snapshot_retry_at:
-            return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
+            return self._start_over("asking for a snapshot again", now)
         return self._check_tail(now)
 
     def _check_tail(self, now: float) -> list[Instruction]:
@@ -336,7 +335,7 @@ class StreamState:
             return []
         if seq > last_seq:
             reason = f"replay begins at seq {seq}, seq {last_seq} is no longer kept"
-            return self._discard_and_start_over(reason, now)
+            return self._start_over(reason, now)
         is_same_batch = self._digest_by_applied_seq.get(seq) == digest_payload(payload)
         if not is_same_batch:
             return self._handle_restart(f"seq {seq} is another batch than before", now)
@@ -355,7 +354,7 @@ class StreamState:
         """Request batches that a reply did not bring, or start over after `max_attempts` such requests in a row."""
         self._request.attempt_count += 1
         if self._request.attempt_count > self.config.max_attempts:
-            return self._discard_and_start_over(problem, now)
+            return self._start_over(problem, now)
         return self._start_repair(now)
 
     def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
@@ -380,7 +379,7 @@ class StreamState:
             self.phase = StreamPhase.LIVE
             return []
         if not self.config.can_replay and self.config.has_snapshots:
-            return self._discard_and_start_over(NO_REPLAY, now)
+            return self._start_over(NO_REPLAY, now)
         if not self.config.can_replay:
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
@@ -390,26 +389,28 @@ class StreamState:
         self._repair.awaits_last_batch = last_seq >= 0 and not is_checked_by_id
         return [RequestReplay(self._begin_request(now), start_seq=max(0, last_seq))]
 
-    def _start_over(self, now: float) -> list[Instruction]:
-        """Request a snapshot or a replay of the ring, after the stream was cleared."""
+    def _start_over(self, reason: str, now: float) -> list[Instruction]:
+        """Clear the stream, and request a snapshot or a replay of the ring; give up after `max_attempts` in a row."""
         self._restart_attempt_count += 1
         self._snapshot_retry_at = None
         if not self.config.can_recover or self._restart_attempt_count > self.config.max_attempts:
-            return self._give_up("cannot catch up" if self.config.can_recover else NO_REPLAY, now)
+            return self._give_up(reason, now)
         self._request.attempt_count = 0
         wants_snapshot = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
-        return self._start_snapshot(now) if wants_snapshot else self._start_rebuild(now)
+        return self._start_snapshot(reason, now) if wants_snapshot else self._start_rebuild(reason, now)
 
-    def _start_snapshot(self, now: float) -> list[Instruction]:
+    def _start_snapshot(self, reason: str, now: float) -> list[Instruction]:
+        """Clear the stream and request a snapshot."""
         self.phase = StreamPhase.SNAPSHOT
         self._snapshot = _SnapshotProgress()
-        return [RequestSnapshot(self._begin_request(now))]
+        return [*self._clear(reason), RequestSnapshot(self._begin_request(now))]
 
-    def _start_rebuild(self, now: float) -> list[Instruction]:
+    def _start_rebuild(self, reason: str, now: float) -> list[Instruction]:
+        """Clear the stream and request all batches that the publisher still has."""
         if not self.config.can_replay:
-            return self._give_up(NO_REPLAY, now)
+            return self._give_up(reason, now)
         self.phase = StreamPhase.REBUILD
-        return [RequestReplay(self._begin_request(now), 0)]
+        return [*self._clear(reason), RequestReplay(self._begin_request(now), 0)]
 
     def _is_pending(self, request_id: int) -> bool:
         return self._request.deadline is not None and request_id == self._request.id
@@ -447,10 +448,6 @@ class StreamState:
         self._enter_live()
         return instructions
 
-    def _discard_and_start_over(self, reason: str, now: float) -> list[Instruction]:
-        """Clear the stream and start over, because missing batches cannot be recovered."""
-        return [*self._clear(reason), *self._start_over(now)]
-
     def _handle_restart(
         self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
     ) -> list[Instruction]:
@@ -458,7 +455,7 @@ class StreamState:
         self._early_batches.clear()
         if seq is not None:
             self._store_early(seq, payload)
-        return [PublisherRestarted(reason), *self._clear(reason), *self._start_over(now)]
+        return [PublisherRestarted(reason), *self._start_over(reason, now)]
 
     def _give_up(self, reason: str, now: float) -> list[Instruction]:
         """Clear the stream and continue with the newest consecutive batches, because missing ones are unavailable."""
