@@ -138,8 +138,8 @@ class IndexFeed:
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
             return
-        self._stop_streams(worker_id)
         for stream in old_streams:
+            self._stop_stream(stream)
             self._clear_and_report(stream)  # the new stream starts from nothing, without announcing that
         new_streams = self._streams_by_worker[worker_id] = []
         for rank, (source, holder) in enumerate(targets):
@@ -163,8 +163,8 @@ class IndexFeed:
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
-        self._stop_streams(worker_id)
-        self._streams_by_worker.pop(worker_id, None)
+        for stream in self._streams_by_worker.pop(worker_id, []):
+            self._stop_stream(stream)
 
     def clear_worker(self, worker_id: str) -> None:
         """Forget a worker's cached blocks, because it gave its memory back. Its streams go on where they are."""
@@ -176,13 +176,12 @@ class IndexFeed:
     def restart_streams(self, worker_id: str) -> None:
         """Forget the blocks of a worker that died. Its streams start anew from a snapshot or the replay buffer."""
         streams = self._streams_by_worker.get(worker_id, [])
-        positions = [stream.position or stream.position_before_restart for stream in streams]
-        self._stop_streams(worker_id)
-        for stream in streams:
+        for rank, stream in enumerate(streams):
+            self._stop_stream(stream)
+            successor = stream.make_successor()
+            successor.position_before_restart = stream.position or stream.position_before_restart
             self._clear(stream)
-        self._streams_by_worker[worker_id] = [self._replace_stream(stream) for stream in streams]
-        for stream, position in zip(self._streams_by_worker[worker_id], positions):
-            stream.position_before_restart = position
+            streams[rank] = self._start_stream(successor)
         self.events.rematch_topics()
 
     def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
@@ -215,7 +214,7 @@ class IndexFeed:
         old_stream = streams[rank]
         self._stop_stream(old_stream)
         self._clear_and_report(old_stream)
-        streams[rank] = self._replace_stream(old_stream, snapshot)
+        streams[rank] = self._start_stream(old_stream.make_successor(), snapshot)
         return True
 
     def count_stored_blocks(self, worker_id: str) -> int:
@@ -306,7 +305,7 @@ class IndexFeed:
         except KeyError:
             return []
 
-    def _start_stream(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> WorkerStream:
+    def _start_stream(self, stream: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
         """Follow a new stream, from another router's snapshot if there is one."""
         self._declare_groups(stream)
         self._report_capacity(stream)
@@ -314,10 +313,6 @@ class IndexFeed:
             self._stream_by_id[stream.stream_id] = stream
         self.events.add(stream.make_feed_source(self._apply_snapshot(stream, snapshot)))
         return stream
-
-    def _replace_stream(self, old: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
-        """Follow the events of a stopped stream anew."""
-        return self._start_stream(old.make_successor(), snapshot)
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> StreamPosition | None:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""
@@ -338,10 +333,6 @@ class IndexFeed:
         self._index.set_reannounces(stream.holder, stream.source.reannounces)
         if stream.source.groups:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
-
-    def _stop_streams(self, worker_id: str) -> None:
-        for stream in self._streams_by_worker.get(worker_id, []):
-            self._stop_stream(stream)
 
     def _stop_stream(self, stream: WorkerStream) -> None:
         self.events.remove(stream.stream_id)
@@ -517,17 +508,13 @@ class IndexFeed:
         """
         stream.record_batch(batch, report)
         if report.removed:  # a cache that evicts nothing may have room left
-            self._observe_capacity(stream, report)
+            old_capacity = stream.full_cache.tokens
+            stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
+            if stream.full_cache.tokens != old_capacity:
+                self._report_capacity(stream)
         if report.cleared:
             self._report_cleared(stream)
         if stream.detect_new_process(batch.origin):
             self._report(EngineRestarted(stream.worker_id, stream.rank))
         if report.stored:
             self._enforce_limits(stream, report.stored)
-
-    def _observe_capacity(self, stream: WorkerStream, report: IngestReport) -> None:
-        """Update how much a worker's cache holds when it is full, and report it if it changed."""
-        old_tokens = stream.full_cache.tokens
-        stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
-        if stream.full_cache.tokens != old_tokens:
-            self._report_capacity(stream)
