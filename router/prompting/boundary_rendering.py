@@ -7,7 +7,7 @@ begins with a token at which the tokenizer cuts any text, so that its ids do not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -28,10 +28,8 @@ from router.prompting.placeholder_messages import (
     find_template_markers,
     is_system_message,
 )
-from router.prompting.turn_memo import PlainTurn, TurnKey, TurnPieces, find_pieces, read_plain_turn
+from router.prompting.turn_memo import TurnKey, TurnMemo, TurnPieces, read_plain_turn
 
-PIECES_MAX = 1024
-"""Most entries of `_pieces_by_key`; all are dropped when there are more."""
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
@@ -57,8 +55,7 @@ class BoundaryRenderer:
         assert tokenizer.chat_template is not None
         self.tokenizer = tokenizer
         self.template: ChatTemplate = tokenizer.chat_template
-        self._pieces_by_key: dict[TurnKey, TurnPieces | None] = {}
-        """Turn -> what the template writes around its texts; None if it changes these texts."""
+        self._memo = TurnMemo()
 
     def render_new(
         self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -68,41 +65,18 @@ class BoundaryRenderer:
         `prefix`: short placeholder messages and their text, in place of the earlier messages. Return None if the
         template refuses the messages, or if the new ones may change what it writes for the earlier ones.
         """
-        turn = None if prefix.has_late_system else self._read_plain_turn(prefix, inputs, messages)
-        pieces = None if turn is None else self._pieces_by_key.get(turn.key)
-        if turn is not None and pieces is not None:  # the text around the messages' texts is known
-            text: str | None = pieces.fill(turn.texts)
+        render = partial(self._render_after, prefix, inputs)
+        source = self._select_source(inputs.chat)
+        turn = None if prefix.has_late_system else read_plain_turn(messages, find_template_markers(source))
+        if turn is None:
+            text, texts, pieces = render(messages), [], None
         else:
-            text = self._render_after(prefix, inputs, messages)
-            if turn is not None and text is not None:
-                pieces = self._find_and_store_pieces(turn, text, partial(self._render_after, prefix, inputs))
+            key = TurnKey(prefix.digest, inputs.digest, turn.frames, read_clock(source))
+            text, pieces = self._memo.render(key, turn, messages, render)
+            texts = turn.texts
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
-        return RenderedMessages(self, prefix, inputs, messages, text, turn, pieces)
-
-    def _find_and_store_pieces(
-        self, turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]
-    ) -> TurnPieces | None:
-        if turn.key in self._pieces_by_key:  # as None: there are no pieces
-            return None
-        if len(self._pieces_by_key) >= PIECES_MAX:
-            self._pieces_by_key.clear()
-        pieces = find_pieces(turn, text, render)
-        self._pieces_by_key[turn.key] = pieces
-        return pieces
-
-    def _read_plain_turn(
-        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
-    ) -> PlainTurn | None:
-        """Return the texts of messages, and the key of `_pieces_by_key`; None if the template may change the texts."""
-        template_source = self._select_source(inputs.chat)
-        return read_plain_turn(
-            messages,
-            find_template_markers(template_source),
-            prefix_digest=prefix.digest,
-            inputs_digest=inputs.digest,
-            clock=read_clock(template_source),
-        )
+        return RenderedMessages(self, prefix, inputs, messages, text, texts, pieces)
 
     def _select_source(self, chat: RoutingRequest) -> str:
         return self.template.select_source(has_tools=chat.tools is not None)
@@ -190,10 +164,10 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     inputs: TemplateInputs
     messages: list[Message]
     text: str
-    turn: PlainTurn | None = None
-    """Texts of the messages; None if it is not certain that the template keeps these texts."""
+    message_texts: Sequence[str] = ()
+    """Texts of the messages, as the template writes them between the `pieces`."""
     pieces: TurnPieces | None = None
-    """Text that the template writes around the texts of `turn`; None if it is not known."""
+    """Text that the template writes around the texts of the messages; None if it is not known."""
 
     def cut_before_last(self, later_count: int) -> RenderedMessages | None:
         """Return the last messages with their part of the text; None if the text cannot be cut before them.
@@ -203,16 +177,16 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
         count = len(self.messages) - later_count
         if later_count == 0 or count < 1:
             return None
-        turn, pieces = self.turn, self.pieces
-        if turn is None or pieces is None:
+        texts, pieces = self.message_texts, self.pieces
+        if pieces is None:
             return self.renderer.find_cut(self, count)
         stored_cut = pieces.cuts.get(count)
         if stored_cut is None:
             later = self.renderer.find_cut(self, count)
             if later is not None and not later.prefix.has_late_system:
-                pieces.add_cut(turn.texts, count, len(later.text), later.prefix)
+                pieces.add_cut(texts, count, len(later.text), later.prefix)
             return later
-        later_chars = stored_cut.template_chars + sum(map(len, turn.texts[count:]))
+        later_chars = stored_cut.template_chars + sum(map(len, texts[count:]))
         later_text = self.text[len(self.text) - later_chars :]
         return RenderedMessages(self.renderer, stored_cut.prefix, self.inputs, self.messages[count:], later_text)
 

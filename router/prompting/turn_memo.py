@@ -24,6 +24,8 @@ CHARS_MAX = 1 << 16
 """Most characters that a template may write around the texts of a turn."""
 EDGE_CHARS_MAX = 16
 """Most characters of white space at one end of a message's text."""
+PIECES_MAX = 1024
+"""Most entries of a memo; all are dropped when there are more."""
 
 
 class MessageFrame(msgspec.Struct, frozen=True, gc=False):
@@ -46,10 +48,10 @@ class TurnKey(msgspec.Struct, frozen=True):
     """Date and time as the template writes them."""
 
 
-class PlainTurn(msgspec.Struct, frozen=True):
-    """New messages that are each a role and a text, with the key under which the memo knows them."""
+class PlainTurn(NamedTuple):
+    """New messages that are each a role and a text."""
 
-    key: TurnKey
+    frames: tuple[MessageFrame, ...]
     texts: list[str]
     """Text of each message, without the white space at its ends."""
 
@@ -94,6 +96,32 @@ class PieceCut(NamedTuple):
     """Placeholders for the conversation before the cut."""
 
 
+class TurnMemo:
+    """Pieces of text around the texts of turns, as the template of one model writes them."""
+
+    def __init__(self) -> None:
+        self._pieces_by_key: dict[TurnKey, TurnPieces | None] = {}
+        """The value is None if the template changes the texts."""
+
+    def render(
+        self, key: TurnKey, turn: PlainTurn, messages: list[Message], render: Callable[[list[Message]], str | None]
+    ) -> tuple[str | None, TurnPieces | None]:
+        """Return what the template writes for the messages of a turn, and its pieces if they are known.
+
+        `render` has the template write messages, or returns None if it refuses them. It is called if the pieces are not
+        known; then they are found and stored.
+        """
+        pieces = self._pieces_by_key.get(key)
+        if pieces is not None:
+            return pieces.fill(turn.texts), pieces
+        text = render(messages)
+        if text is not None and key not in self._pieces_by_key:
+            if len(self._pieces_by_key) >= PIECES_MAX:
+                self._pieces_by_key.clear()
+            pieces = self._pieces_by_key[key] = find_pieces(turn, text, render)
+        return text, pieces
+
+
 def find_pieces(turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]) -> TurnPieces | None:
     """Find what a chat template writes around the texts of new messages, by rendering random texts in their place.
 
@@ -107,7 +135,7 @@ def find_pieces(turn: PlainTurn, text: str, render: Callable[[list[Message]], st
     random_texts = [f"x{secrets.token_hex(8)}x" for _ in turn.texts]
     random_messages = [
         {"role": frame.role, "content": frame.space_before + random_text + frame.space_after}
-        for frame, random_text in zip(turn.key.frames, random_texts)
+        for frame, random_text in zip(turn.frames, random_texts)
     ]
     rendered_text = render(random_messages) or ""
     pieces_and_texts = re.split(f"({'|'.join(random_texts)})", rendered_text)  # every second one is a text
@@ -117,19 +145,12 @@ def find_pieces(turn: PlainTurn, text: str, render: Callable[[list[Message]], st
     return pieces if pieces.fill(turn.texts) == text else None
 
 
-def read_plain_turn(
-    messages: Sequence[Message],
-    markers: Sequence[str],
-    *,
-    prefix_digest: int,
-    inputs_digest: bytes,
-    clock: tuple[str, ...],
-) -> PlainTurn | None:
-    """Divide new messages into their texts and a key, which finds what a chat template writes around such texts.
+def read_plain_turn(messages: Sequence[Message], markers: Sequence[str]) -> PlainTurn | None:
+    """Divide new messages into their texts, and what a template can tell of each message besides its text.
 
-    The message {"role": "user", "content": " Hi"} has the text "Hi". The key has its role and the white space around
-    the text, which a template may trim, and the keyword arguments. `markers`: strings for which the template searches,
-    such as `</think>`. Return None if the template may change a text.
+    The message {"role": "user", "content": " Hi"} has the text "Hi" and a frame of its role and the white space, which
+    a template may trim. `markers`: strings for which the template searches, such as `</think>`. Return None if the
+    template may change a text.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
@@ -153,4 +174,4 @@ def read_plain_turn(
             return None  # a key has to stay short
         texts.append(text)
         frames.append(MessageFrame(role, space_before, space_after))
-    return PlainTurn(TurnKey(prefix_digest, inputs_digest, tuple(frames), clock), texts)
+    return PlainTurn(tuple(frames), texts)
