@@ -249,14 +249,17 @@ class CacheState:
         """
         self.recent_prompts.expire(now)
         needed_tokens = prompt.prompt_tokens + output_tokens
-        idle_tokens_by_target: Counter[Target] | None = None
-        for candidate in candidates:
+        full_candidates = [
+            candidate
+            for candidate in candidates
+            if needed_tokens + candidate.target.load.idle_prompt_tokens > candidate.target.free_kv_tokens
+        ]
+        if not full_candidates:
+            return
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
+        idle_tokens_by_target = self.recent_prompts.count_idle_tokens(keys)
+        for candidate in full_candidates:
             target = candidate.target
-            if needed_tokens + target.load.idle_prompt_tokens <= target.free_kv_tokens:
-                continue
-            keys = prompt.get_chunk_keys(self._chunk_tokens)
-            if idle_tokens_by_target is None:
-                idle_tokens_by_target = self.recent_prompts.count_idle_tokens(keys)
             running_tokens = self.recent_prompts.count_running_tokens(target, keys)
             present_tokens = running_tokens + idle_tokens_by_target[target]
             candidate.memory_wait_s = target.estimate_memory_wait_s(needed_tokens - running_tokens)

@@ -426,17 +426,15 @@ class LoadTracker:
         is_in_turn = target.prefill_queue.record_first_token(request)
         oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
         interval = speed.open_prefill_interval
-        if interval is not None and now - interval.end_s > _SAME_STEP_S:
-            if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, speed.step_tokens):
+        if interval is None or now - interval.end_s > _SAME_STEP_S:  # it is the first token of another step
+            if interval and is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, speed.step_tokens):
                 interval.add_step(load.decode_request_count, load.decode_context_tokens)
             else:
                 self.close_interval(target)
-                interval = None
-        if interval is None:
-            interval = speed.open_prefill_interval = PrefillInterval(
-                request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
-            )
-            interval.is_usable = is_in_turn
+                interval = speed.open_prefill_interval = PrefillInterval(
+                    request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
+                )
+                interval.is_usable = is_in_turn
         if target.peer_load.prefill_s > 0.0 or target.external_load or request.source is not None:
             interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
@@ -476,7 +474,7 @@ class LoadTracker:
             self._apply_learned_speeds(speed.observe(observation))
 
     def close_interval(self, target: Target) -> None:
-        """Close a target's open prefill interval and learn from it."""
+        """Close a target's open prefill interval, if it has one, and learn from it."""
         speed = target.speed
         interval, speed.open_prefill_interval = speed.open_prefill_interval, None
         is_target_removed = self.targets.get(target.name) is not target
