@@ -21,18 +21,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.feed_sockets import (
-    MAX_REPLY_FRAMES,
     MAX_TOPICS,
     BoundSubscription,
     Context,
     FollowedStream,
+    PendingRequest,
     SlicedWork,
     Socket,
     StreamSource,
     StreamSubscription,
     Subscription,
-    open_request_socket,
-    receive_frames,
 )
 from events.frames import (
     SNAPSHOT_REQUEST_FRAMES,
@@ -509,9 +507,9 @@ class EventFeed:
         while stream.is_busy and used_bytes < TURN_BYTES:
             if stream.pending_work:
                 used_bytes += self._perform_next(stream)
-            else:
-                frames = stream.pop_reply()
-                stream.enqueue(self._handle_reply(stream, frames))
+            elif stream.request is not None:
+                frames = stream.request.pop_reply()
+                stream.enqueue(self._handle_reply(stream, stream.request, frames))
                 # To queue a reply costs little. Its payload counts in full when it is applied.
                 used_bytes += REPLY_COST_BYTES + sum(map(len, frames)) // REPLY_COST_DIVISOR
 
@@ -547,57 +545,49 @@ class EventFeed:
             count, state.unreported_drop_count = state.unreported_drop_count, 0
             self._handle(stream.source.stream_id, DroppedMessages(count), stream.topic)
 
-    def _send_request(
-        self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
-    ) -> None:
-        """Ask a publisher for missed batches or for a snapshot, in place of an earlier request of this stream.
-
-        Each request has a new connection, so that late replies to an earlier request are not taken for its replies.
-        """
+    def _send_request(self, stream: FollowedStream, request_id: int, endpoint: str | None, frames: list[bytes]) -> None:
+        """Ask a publisher for missed batches or for a snapshot, in place of an earlier request of this stream."""
         self._cancel_request(stream)
         assert endpoint is not None
-        stream.awaits_snapshot = request == SNAPSHOT_REQUEST_FRAMES
         try:
-            dealer = open_request_socket(self._context, endpoint, request)
+            request = stream.request = PendingRequest(self._context, endpoint, frames, request_id)
         except zmq.ZMQError as error:
             self._fail_request(stream, request_id, f"cannot ask {endpoint!r}: {error}")
             return
-        stream.reply_socket, stream.request_id = dealer, request_id
-        self._watch(dealer, _SocketReader(lambda: self._read_replies(stream, dealer), stream))
+        self._watch(request.socket, _SocketReader(lambda: self._read_replies(stream, request), stream))
 
     def _fail_request(self, stream: FollowedStream, request_id: int, reason: str) -> None:
         self._enqueue_instructions(stream, stream.stream_state.on_request_failed(request_id, time.monotonic(), reason))
 
     def _cancel_request(self, stream: FollowedStream) -> None:
-        if stream.reply_socket is not None:
-            self._unwatch(stream.reply_socket)
-            stream.reply_socket.close(0)
-            stream.reply_socket = None
-            stream.clear_replies()
+        if stream.request is not None:
+            self._unwatch(stream.request.socket)
+            stream.request.socket.close(0)
+            stream.request = None
 
-    def _read_replies(self, stream: FollowedStream, dealer: Socket) -> None:
+    def _read_replies(self, stream: FollowedStream, request: PendingRequest) -> None:
         """Queue the replies to a stream's request that have come; if too many bytes wait, the request fails."""
         for _ in range(REPLY_SLICE):
             try:
-                receive_frames(dealer, stream.reply_frames, MAX_REPLY_FRAMES)
+                has_room = request.receive_reply()
             except zmq.Again:
                 break
-            if not stream.store_reply():
+            if not has_room:
                 self._cancel_request(stream)
                 stream.stream_state.unreported_drop_count += 1
-                self._fail_request(stream, stream.request_id, "too many bytes or frames of replies")
+                self._fail_request(stream, request.request_id, "too many bytes or frames of replies")
                 return
         self._schedule_turn(stream)
 
-    def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
+    def _handle_reply(self, stream: FollowedStream, request: PendingRequest, frames: list[bytes]) -> list[Instruction]:
         """Give one message of a reply to the stream's state machine; return the instructions that result.
 
         A reply to a replay request ends with a marker. The socket for snapshots sends one message only.
         """
         now = time.monotonic()
-        state, request_id = stream.stream_state, stream.request_id
+        state, request_id = stream.stream_state, request.request_id
         try:
-            if stream.awaits_snapshot:
+            if request.is_for_snapshot_socket:
                 snapshot = parse_snapshot_message(frames)
                 self._cancel_request(stream)
                 return state.on_snapshot(request_id, snapshot.last_seq, snapshot.publisher_id, snapshot.chunks, now)

@@ -1,4 +1,4 @@
-"""State of one followed stream, its SUB socket, and the DEALER socket of its requests, as events/feed.py uses them."""
+"""State of one followed stream, its subscription and its pending request, as events/feed.py uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import zmq
 
-from events.frames import MAX_HANDSHAKE_MS
+from events.frames import MAX_HANDSHAKE_MS, SNAPSHOT_REQUEST_FRAMES
 from events.stream import StreamState
 from events.stream_types import Apply, Instruction, StreamConfig, StreamPosition
 
@@ -94,21 +94,12 @@ class FollowedStream:
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
 
-        # The pending request for missed batches or a snapshot.
-        self.reply_socket: Socket | None = None
-        """Socket of the request; None if no request is pending."""
-        self.request_id = 0
-        self.awaits_snapshot = False
-        """Whether the request was sent to `snapshot_endpoint`."""
-        self.reply_frames: list[zmq.Frame] = []
-        """Frames of a reply of which the last ones are still to be read."""
-        self.replies: deque[list[bytes]] = deque()
-        """Complete replies, of `reply_bytes` in total."""
-        self.reply_bytes = 0
+        self.request: PendingRequest | None = None
+        """Request for missed batches or a snapshot, until it is answered."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.pending_work or self.replies)
+        return bool(self.pending_work or (self.request is not None and self.request.replies))
 
     @property
     def is_full(self) -> bool:
@@ -130,30 +121,9 @@ class FollowedStream:
             self.pending_bytes -= len(work.payload)
         return work
 
-    def store_reply(self) -> bool:
-        """Queue the reply that was received; return False if it has too many frames, or too many bytes wait."""
-        frames = [frame.bytes for frame in self.reply_frames]
-        self.reply_frames = []
-        if len(frames) > MAX_REPLY_FRAMES:
-            return False
-        self.replies.append(frames)
-        self.reply_bytes += sum(map(len, frames))
-        return self.reply_bytes <= MAX_REPLIES_BYTES
-
-    def pop_reply(self) -> list[bytes]:
-        frames = self.replies.popleft()
-        self.reply_bytes -= sum(map(len, frames))
-        return frames
-
-    def clear_replies(self) -> None:
-        self.reply_frames = []
-        self.replies.clear()
-        self.reply_bytes = 0
-
     def reset(self, retry_at: float) -> None:
         self.stream_state = self._make_state(None)
         self.pending_work.clear()
-        self.clear_replies()
         self.pending_bytes = 0
         self.retry_at = retry_at
 
@@ -302,18 +272,51 @@ class BoundSubscription(_SubSocket):
 Subscription: TypeAlias = StreamSubscription | BoundSubscription
 
 
-def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """Send a request to a publisher's ROUTER socket; return the DEALER socket of the reply. Raises zmq.ZMQError."""
-    dealer: Socket = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.rcvhwm = MAX_QUEUED_MESSAGES
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    if "[" in endpoint:
-        dealer.setsockopt(zmq.IPV6, 1)
-    try:
-        dealer.connect(endpoint)
-    except zmq.ZMQError:
-        dealer.close(0)
-        raise
-    dealer.send_multipart(request)
-    return dealer
+class PendingRequest:
+    """Request to a publisher's ROUTER socket for missed batches or a snapshot, and its replies until they are handled.
+
+    Each request has a connection of its own, so that late replies to an earlier request are not taken for its replies.
+    """
+
+    def __init__(self, context: Context, endpoint: str, frames: list[bytes], request_id: int) -> None:
+        """Send the request, on a DEALER socket. Raises zmq.ZMQError if the address cannot be used."""
+        self.request_id = request_id
+        self.is_for_snapshot_socket = frames == SNAPSHOT_REQUEST_FRAMES
+        """Whether the socket answers snapshots only, by one message."""
+        self.replies: deque[list[bytes]] = deque()
+        """Frames of each reply that was received."""
+        self.reply_bytes = 0
+        """Bytes of `replies`."""
+        self._frames: list[zmq.Frame] = []
+        """Frames of a reply of which the last ones are still to be read."""
+        self.socket: Socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvhwm = MAX_QUEUED_MESSAGES
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if "[" in endpoint:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.socket.close(0)
+            raise
+        self.socket.send_multipart(frames)
+
+    def receive_reply(self) -> bool:
+        """Queue the next reply; return False if it has too many frames, or too many bytes wait.
+
+        Raises zmq.Again if no reply is complete yet.
+        """
+        receive_frames(self.socket, self._frames, MAX_REPLY_FRAMES)
+        frames = [frame.bytes for frame in self._frames]
+        self._frames = []
+        if len(frames) > MAX_REPLY_FRAMES:
+            return False
+        self.replies.append(frames)
+        self.reply_bytes += sum(map(len, frames))
+        return self.reply_bytes <= MAX_REPLIES_BYTES
+
+    def pop_reply(self) -> list[bytes]:
+        frames = self.replies.popleft()
+        self.reply_bytes -= sum(map(len, frames))
+        return frames
