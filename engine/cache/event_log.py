@@ -19,7 +19,7 @@ from events.hashing import unpack_token_ids
 
 
 class Action(enum.Enum):
-    """Events that happen to cached blocks."""
+    """Ways in which cached blocks change."""
 
     STORED = enum.auto()
     """The device has computed them."""

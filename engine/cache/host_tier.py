@@ -38,7 +38,8 @@ class HostHit(NamedTuple):
     """A block of a prompt's cached prefix that only host memory has."""
 
     group: int
-    node: Node
+    block_index: int
+    """Index of the block in the prompt."""
     host_block: Block
     """Block of host memory, which is pinned."""
 

@@ -71,14 +71,20 @@ class KVCache:
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
         self._block_copies: list[BlockCopy] = []
-        """Copies that the step being planned makes. `HostTier` shares this list."""
+        """Copies that the step being planned makes. `HostTier` and `StateCheckpoints` add theirs."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
 
         # Running and waiting sequences.
         self.states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
             self.states = StateCheckpoints(
-                spec.state_kind, spec.block_size, self.pool, self.tree, self.host_tier, self._allocate
+                spec.state_kind,
+                spec.block_size,
+                self.pool,
+                self.tree,
+                self.host_tier,
+                self._block_copies,
+                self._allocate,
             )
         self._steps = StepLog(spec, self.tree, self.pool, self.states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
@@ -185,59 +191,56 @@ class KVCache:
         """Give a sequence the cached blocks of its prefix, and the recurrent state after them.
 
         `nodes`: prefix tree nodes of these blocks. `block_counts`: blocks of each kind for which there is room.
+        Everything cached is held before anything is allocated, because an allocation evicts what no sequence holds.
         """
-        *attention_counts, state_count = block_counts  # the last kind is the state, in a model that has one
-        has_room_for_copy = self.pool.can_allocate([*attention_counts, state_count + 1])  # and the cached one stays
-        seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
-        # Hold all cached blocks and the state first, because allocations may evict what no sequence holds.
-        host_hits = self._acquire_prefix(seq_blocks, nodes)
+        seq_blocks = SequenceBlocks(seq, nodes, len(self._groups), is_detached=not self._caches_prefixes)
+        has_room_for_copy = False
+        if self.has_states:  # the last kind is the state; to copy a cached one, both must fit
+            *attention_counts, state_count = block_counts
+            has_room_for_copy = self.pool.can_allocate([*attention_counts, state_count + 1])
+        host_hits = self._acquire_prefix(seq_blocks)
         last_node = nodes[-1] if nodes else None
         state_loads = self.states.create_state(seq, last_node, has_room_for_copy=has_room_for_copy)
-        block_loads = self._allocate_for_loads(seq_blocks, nodes, host_hits)
+        block_loads = self._allocate_for_loads(seq_blocks, host_hits)
         self._steps.plan_loads([*block_loads, *state_loads])
         seq_blocks.rewrite_tables()
-        seq_blocks.nodes = nodes
         self._blocks_by_sequence[seq] = seq_blocks
         seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq.computed_tokens = len(nodes) * self.block_size
 
-    def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Give a sequence the device's blocks of a cached prefix, and return the blocks that only host memory has.
+    def _acquire_prefix(self, seq_blocks: SequenceBlocks) -> list[HostHit]:
+        """Give a sequence the device's blocks of its cached prefix, and return the blocks that only host memory has.
 
-        `nodes`: nodes of the prefix in the prefix tree, in order. A node has a block for each group of attention
-        layers. In the sequence's block tables, None stands for a block that is yet to be loaded from host memory, or
-        that is never read again, because it lies before a sliding window.
+        In the sequence's block tables, None stands for a block that is yet to be loaded from host memory, or that is
+        never read again, because it lies before a sliding window.
         """
         host_hits: list[HostHit] = []
+        nodes = seq_blocks.nodes
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
             first_index = self.windows.find_first_needed_block(group, len(nodes))
             blocks.extend([None] * first_index)
             for node in nodes[first_index:]:
                 block = node.blocks[group]
                 if block is None:
-                    host_hits.append(HostHit(group, node, self.host_tier.pin(node, group)))
+                    host_hits.append(HostHit(group, node.depth, self.host_tier.pin(node, group)))
                 else:
                     self.pool.acquire(block)
                 blocks.append(block)
         return host_hits
 
-    def _allocate_for_loads(
-        self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
-    ) -> list[HostLoad]:
+    def _allocate_for_loads(self, seq_blocks: SequenceBlocks, host_hits: list[HostHit]) -> list[HostLoad]:
         """Allocate a device block for each block of the prefix that only host memory has (a host hit).
 
-        Returns the copies that fill the new blocks. `nodes`: prefix tree nodes of the prefix, in order. An allocation
-        may evict other blocks, so that a node leaves the tree. Such a node is made again, and replaced in `nodes`.
+        Returns the copies that fill the new blocks. An allocation may evict other blocks, so that a node of the prefix
+        leaves the tree. Such a node is made again.
         """
         loads: list[HostLoad] = []
-        for group, node, host_block in host_hits:
+        nodes = seq_blocks.nodes
+        for group, index, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for the blocks to load"
-            index = node.depth
-            has_left_tree = node is not nodes[index] or node not in self.tree
-            if has_left_tree:
-                parent = nodes[index - 1] if index else None
-                new_node = self.tree.get_or_create(node.key, parent)
+            if nodes[index] not in self.tree:
+                new_node = self.tree.get_or_create(nodes[index].key, nodes[index - 1] if index else None)
                 assert new_node is not None
                 nodes[index] = new_node
             self.tree.attach(nodes[index], block)

@@ -17,12 +17,15 @@ class SequenceBlocks:
 
     __slots__ = ("blocks_by_group", "is_detached", "nodes", "seq")
 
-    def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
-        """Start without blocks. Each of the `group_count` groups of attention layers has a block table of its own."""
+    def __init__(self, seq: Sequence, nodes: list[Node], group_count: int, *, is_detached: bool) -> None:
+        """Start without blocks. Each of the `group_count` groups of attention layers has a block table of its own.
+
+        `nodes`: prefix tree nodes of the sequence's cached prefix. The caller adds their blocks.
+        """
         self.seq = seq
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
         """[group][block index]; None stands for a block before the sliding window, which is released."""
-        self.nodes: list[Node] = []
+        self.nodes = nodes
         """Prefix tree nodes of the leading blocks, which are registered."""
         self.is_detached = is_detached
         """Whether further blocks stay unregistered: prefix caching is off, the cache was reset, or a hash collided."""

@@ -29,7 +29,7 @@ from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import ceil_div
-from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan
+from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end at a block boundary, so that a checkpoint can be taken there."""
@@ -55,8 +55,6 @@ class _SequenceState:
     """The sequence's own state, which every step changes."""
     source_checkpoint: StateBlock | None = None
     """Checkpoint that the sequence's first step copies, held until that step is over."""
-    needs_init: bool = True
-    """Whether the step being planned has to restore or zero the state."""
     planned_checkpoints: dict[int, int] = field(default_factory=dict)
     """Number of blocks before a planned checkpoint -> hash of the tokens in these blocks; ascending."""
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
@@ -75,20 +73,25 @@ class StateCheckpoints:
         pool: UnitPool,
         tree: PrefixTree,
         host_tier: HostTier,
+        block_copies: list[BlockCopy],
         allocate: Callable[[int], Block | None],
     ) -> None:
         """Start without sequences. `kind`: the index of recurrent states among the kinds of blocks in the `pool`.
 
         Checkpoints are saved at nodes of the prefix `tree`. `host_tier`: host memory, to which evicted ones move.
-        `allocate(kind)` returns a free block, perhaps after moving other blocks; None if there is no memory.
+        `block_copies`: list to which copies of checkpoints to states are appended. The next step does these copies
+        first. `allocate(kind)` returns a free block, perhaps after moving other blocks; None if there is no memory.
         """
         self._kind = kind
         self._block_size = block_size
         self._pool = pool
         self._tree = tree
         self._host_tier = host_tier
+        self._block_copies = block_copies
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
+        self._planned_resets: list[UnitId] = []
+        """States that the step being planned sets to zero."""
         self._planned_copies: list[BlockCopy] = []
         """Copies of states to checkpoints that the step being planned makes."""
 
@@ -100,7 +103,9 @@ class StateCheckpoints:
         take the checkpoint itself. Returns the copy from host memory that restores the state, if there is any.
         """
         if node is None:
-            self._set_state(seq, _SequenceState(self._allocate_state()))
+            block = self._allocate_state()
+            self._set_state(seq, _SequenceState(block))
+            self._planned_resets.append(block.unit.index)
             return []
         if node.can_resume():
             assert node.checkpoint is not None
@@ -108,7 +113,7 @@ class StateCheckpoints:
             return []
         host_block = self._host_tier.pin(node, self._kind)  # first, because the allocation may evict host blocks
         block = self._allocate_state()
-        self._set_state(seq, _SequenceState(block, needs_init=False))
+        self._set_state(seq, _SequenceState(block))
         return [HostLoad(block, host_block)]
 
     def _resume_on_device(self, seq: Sequence, checkpoint: StateBlock, *, has_room_for_copy: bool) -> None:
@@ -120,9 +125,11 @@ class StateCheckpoints:
         checkpoint.is_shared = True
         if checkpoint.ref_count == 1 and not has_room_for_copy:
             self._tree.detach(checkpoint)
-            self._set_state(seq, _SequenceState(checkpoint, needs_init=False))
+            self._set_state(seq, _SequenceState(checkpoint))
         else:
-            self._set_state(seq, _SequenceState(self._allocate_state(), checkpoint))
+            block = self._allocate_state()
+            self._set_state(seq, _SequenceState(block, source_checkpoint=checkpoint))
+            self._block_copies.append(BlockCopy(self._kind, checkpoint.id, block.id))
 
     def _allocate_state(self) -> StateBlock:
         block = self._allocate(self._kind)
@@ -210,30 +217,20 @@ class StateCheckpoints:
             self._tree.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the copies of recurrent states to the plan of a step: restored states, and checkpoints to save.
+        """Add to the plan of a step which states it sets to zero, and which checkpoints it takes.
 
         Requests of the next step may resume from these checkpoints.
         """
+        plan.state_resets, self._planned_resets = self._planned_resets, []
+        plan.state_checkpoints, self._planned_copies = self._planned_copies, []
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
-            if state.needs_init:
-                self._plan_init(state, plan)
             reached_block_counts = [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]
             for block_count in reached_block_counts:
                 del state.planned_checkpoints[block_count]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True
-        plan.state_checkpoints = self._planned_copies
-        self._planned_copies = []
-
-    def _plan_init(self, state: _SequenceState, plan: StepPlan) -> None:
-        """Plan that the step copies the checkpoint from which a sequence resumes, or sets its state to zero."""
-        state.needs_init = False
-        if state.source_checkpoint is None:
-            plan.state_resets.append(state.block.unit.index)
-        else:
-            plan.block_copies.append(BlockCopy(self._kind, state.source_checkpoint.id, state.block.id))
 
     def commit(self, chunks: Items[Chunk]) -> None:
         """Record that a step with these chunks is computed."""
