@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,8 +40,6 @@ from router.decide.transfers.plans import (
 )
 from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match, Scope
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
@@ -331,9 +329,9 @@ class Chooser:
         """Return the candidate that the session was sent to last, or else its parent session."""
         if request.session is None:
             return None
-        placement = self._find_recent(self.session_placements, request.session, now)
+        placement = self._drop_old(self.session_placements.get(request.session), now)
         if placement is None and request.parent is not None:
-            placement = self._find_recent(self.session_placements, request.parent, now)
+            placement = self._drop_old(self.session_placements.get(request.parent), now)
         if placement is None:
             return None
         return next((candidate for candidate in candidates if candidate.target.name == placement.target_name), None)
@@ -341,16 +339,16 @@ class Chooser:
     def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""
         assert request.media_conversation is not None
-        placement = self._find_recent(self.media_placements, (request.media_conversation, request.scope), now)
+        key = (request.media_conversation, request.scope)
+        placement = self._drop_old(self.media_placements.get(key), now)
         if placement is None:
             return
         for candidate in candidates:
             if candidate.target.name == placement.target_name:
                 candidate.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
 
-    def _find_recent(self, placements: BoundedDict[Key, Placement], key: Key, now: float) -> Placement | None:
-        """Return the placement under a key, unless it is older than `session_ttl_s`."""
-        placement = placements.get(key)
+    def _drop_old(self, placement: Placement | None, now: float) -> Placement | None:
+        """Return a placement, or None if it is older than `session_ttl_s`."""
         return placement if placement is not None and now - placement.placed_at_s <= self._placement_ttl_s else None
 
     def commit(self, choice: RoutingChoice, now: float) -> None:

@@ -49,7 +49,11 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """Settings of requests that wait in the router: for their tenant's turn or, in the background, for an idle worker.
+    """Settings of requests that wait in the router, and of the longest wait for a first token.
+
+    There are two reasons to wait. With `fair`, a request waits for its tenant's turn while all workers are busy. With
+    `background_priority`, one of at least that priority waits until a worker is idle. Each has its own places in the
+    queue and its own longest wait.
 
     The texts in the annotations are the help of the command line; strings below a field are notes for programmers.
     """

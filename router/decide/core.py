@@ -486,45 +486,37 @@ class RouterCore:
         """
         if kind in REFUSALS:
             active_request.refused_by |= {worker_id}
-        if kind is FailureKind.OVERLOADED:
-            return
         tried_workers = active_request.tried_workers | {worker_id}
         if kind is FailureKind.SOURCE:
             other_workers = self.registry.find_candidates(active_request.request, tried_workers)
-            if isinstance(other_workers, Refuse):
-                return
-        active_request.tried_workers = tried_workers
+            may_return = isinstance(other_workers, Refuse)
+        else:
+            may_return = kind is FailureKind.OVERLOADED
+        if not may_return:
+            active_request.tried_workers = tried_workers
 
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
         """Send a request to another worker after an attempt failed, or queue it; else refuse it because of `kind`.
 
-        `continuation`: request for the rest of an answer that has begun, which is sent instead.
+        `continuation`: request for the rest of an answer that has begun, which is sent instead. Without it the request
+        is sent once more from its start, which takes one of its tenant's retries.
         """
-        instruction: Forward | Enqueue | Refuse | None
-        if active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
-            instruction = None  # it may crash another worker
-        elif continuation is None:
-            instruction = self._retry(active_request, now)
-        else:
+        may_try = active_request.crash_suspicions < CRASH_SUSPICIONS_MAX  # otherwise it may crash another worker
+        if continuation is not None:
             active_request.request = continuation
+        elif may_try:
+            may_try = self._retry_budget.spend_retry(active_request.request.tenant, active_request.failed_attempts)
+        if may_try:
             instruction = self._placer.place(active_request, now)
-            self.counters["continued"] += not isinstance(instruction, Refuse)
-        if instruction is None:
-            retry_after_s = self.registry.compute_retry_after_s(now)
-            instruction = _refuse_after_failure(active_request.request.request_id, kind, retry_after_s)
-        return self._forget_refused(instruction)
-
-    def _retry(self, active_request: ActiveRequest, now: float) -> Forward | Enqueue | None:
-        """Place a request once more from its start; None if its tenant has no retry left, or no worker takes it."""
-        if not self._retry_budget.spend_retry(active_request.request.tenant, active_request.failed_attempts):
-            return None
-        instruction = self._placer.place(active_request, now)
-        if isinstance(instruction, Refuse):  # the failure says more than why nobody else can take the request
-            return None
-        self.counters["retried"] += 1
-        return instruction
+            is_refused = isinstance(instruction, Refuse)
+            self.counters["retried" if continuation is None else "continued"] += not is_refused
+            if not is_refused or continuation is not None:
+                return self._forget_refused(instruction)
+        # The failure says more than why no other worker can take the request.
+        retry_after_s = self.registry.compute_retry_after_s(now)
+        return self._forget_refused(_refuse_after_failure(active_request.request.request_id, kind, retry_after_s))
 
     def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
         """Forget what a worker had cached, and the transfers with it."""

@@ -164,18 +164,15 @@ class RequestPlacer:
         requests wait if their worker is busy, or if they would overtake queued requests.
         """
         if active_request.is_background:
-            return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
+            winner = choice.winner
+            computing_targets = [winner.target]
+            if winner.plan is not None and winner.plan.source_terms is not None:  # the source computes the prompt
+                computing_targets.append(winner.plan.source)
+            return self.queue.waiting_count > 0 or not all(self._is_idle(target, now) for target in computing_targets)
         if not self._queues_when_busy:
             return False
         would_overtake = not is_its_turn and choice.winner.queued_ahead_s > 0.0
         return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
-
-    def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
-        """Return whether the targets of a choice are idle enough for one more background request."""
-        plan = choice.winner.plan
-        if plan is not None and plan.source_terms is not None and not self._is_idle(plan.source, now):
-            return False
-        return self._is_idle(choice.winner.target, now)
 
     def _is_idle(self, target: Target, now: float) -> bool:
         """Return whether a target is idle enough for one more background request."""

@@ -57,25 +57,20 @@ class TransferLinks:
     def estimate(self, source: Target, destination: Target | None, tokens: int, now: float) -> TransferEstimate:
         """Return the expected time to move the KV of `tokens` tokens between two workers, if that begins now.
 
-        The network is shared equally with the transfers under way. `destination`: None if it is not chosen yet.
+        The transfers at one end share its network equally, so this one takes the time of the bytes of all. Without a
+        `destination`, it is not chosen yet: only the source is known to be shared, and no pair has a factor of its own.
         """
-        facts = source.transfer_facts
-        active_count, destination_name = source.load.outgoing_transfers, ""
+        facts, shared_by = source.transfer_facts, source.load.outgoing_transfers
+        factor = self._all_pairs_factor.get(now)
         if destination is not None:
-            active_count = max(active_count, destination.load.incoming_transfers)
-            destination_name = destination.name
-        byte_count = (1 + active_count) * tokens * facts.bytes_per_token
-        bytes_per_s = 1e9 * (facts.gb_s or self._config.gb_s)
-        transfer_s = self._config.floor_s + byte_count / bytes_per_s
-        return TransferEstimate(
-            wait_s=source.estimate_step_remaining_s(now) if facts.dialect == BLOCKCAST else 0.0,
-            unscaled_s=max(transfer_s, UNSCALED_S_MIN),
-            factor=self._get_factor(source.name, destination_name, now),
-        )
-
-    def _get_factor(self, source: str, destination: str, now: float) -> float:
-        pair, factor = self._pairs.get((source, destination)), self._all_pairs_factor.get(now)
-        return factor if pair is None else pair.time_factor.get(now, prior=factor)
+            shared_by = max(shared_by, destination.load.incoming_transfers)
+            pair = self._pairs.get((source.name, destination.name))
+            factor = factor if pair is None else pair.time_factor.get(now, prior=factor)
+        byte_count = (1 + shared_by) * tokens * facts.bytes_per_token
+        transfer_s = self._config.floor_s + byte_count / (1e9 * (facts.gb_s or self._config.gb_s))
+        gives_between_steps = facts.dialect == BLOCKCAST
+        wait_s = source.estimate_step_remaining_s(now) if gives_between_steps else 0.0
+        return TransferEstimate(wait_s, max(transfer_s, UNSCALED_S_MIN), factor)
 
     def is_paused(self, source: str, destination: str, now: float) -> bool:
         """Return whether a pair is avoided because a transfer failed."""
