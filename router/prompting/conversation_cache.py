@@ -188,6 +188,7 @@ class ConversationCache:
         """Conversation -> its boundaries, the least recently used first."""
         self.used_bytes = 0
         self.hits = self.misses = 0
+        """Bodies that continued a conversation, and look-ups that found none."""
 
     def __len__(self) -> int:
         return len(self._locations_by_conversation)
@@ -200,9 +201,8 @@ class ConversationCache:
         """
         matches: list[BoundaryLocation] = []
         keys = self._digest_prefixes(body, len(body))
-        cached_keys = self._locations_by_key.keys() & keys
-        prefix_indices = sorted(map(keys.index, cached_keys), reverse=True)
-        for prefix_index in prefix_indices[:KEYS_MAX]:
+        cached_prefixes = [index for index in reversed(range(len(keys))) if keys[index] in self._locations_by_key]
+        for prefix_index in cached_prefixes[:KEYS_MAX]:
             equal_locations = [
                 location
                 for location in self._locations_by_key[keys[prefix_index]]
@@ -213,6 +213,7 @@ class ConversationCache:
             matches += reversed(equal_locations)
             if len(matches) >= BOUNDARIES_MAX:
                 break
+        self.misses += not matches
         return matches[:BOUNDARIES_MAX]
 
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
@@ -228,8 +229,9 @@ class ConversationCache:
         rest = memoryview(body)[PREFIX_LENGTHS[prefix_index] : boundary.body_end]
         return xxh3_64_intdigest(rest, self._seed)
 
-    def touch(self, conversation: CachedConversation) -> None:
-        """Make a conversation the most recently used one."""
+    def record_hit(self, conversation: CachedConversation) -> None:
+        """Count a use of a conversation, and make it the most recently used one."""
+        self.hits += 1
         if conversation in self._locations_by_conversation:
             self._locations_by_conversation.move_to_end(conversation)
 

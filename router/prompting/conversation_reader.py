@@ -29,7 +29,7 @@ MESSAGES_MIN = 3
 
 
 class ConversationReader:
-    """Finds and continues cached conversations, for the models whose templates allow it.
+    """Continues cached conversations, for the models whose templates allow it.
 
     A model is allowed after a trial of its template, and forbidden as soon as a continued prompt proves wrong.
     """
@@ -71,12 +71,6 @@ class ConversationReader:
         """Whether a body of this size may continue a cached conversation."""
         return bool(self._renderers) and is_cacheable(kind, body_bytes)
 
-    def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
-        """Find cached boundaries up to which a body is equal, the furthest first; count a miss if there are none."""
-        matches = self.cache.find(kind, body)
-        self.cache.misses += not matches
-        return matches
-
     def read_continuation(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
         """Tokenise a body that continues a cached conversation, by reading only its new messages.
 
@@ -98,8 +92,7 @@ class ConversationReader:
 
         One in CHECK_INTERVAL is compared. A check waits while earlier ones have used up CHECK_BYTES_PER_S.
         """
-        self.cache.hits += 1
-        self.cache.touch(continuation.conversation)
+        self.cache.record_hit(continuation.conversation)
         self._unchecked_count += 1
         if self._unchecked_count < CHECK_INTERVAL or now < self._next_check_s:
             return False

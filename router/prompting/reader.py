@@ -89,7 +89,7 @@ class PromptReader:
         if kind is None or not may_continue or body_to_read.needs_opening:
             return self._begin_whole_read(body_to_read)
         data = body_to_read.join()
-        matches = self.conversations.find(kind, data)
+        matches = self.conversations.cache.find(kind, data)
         if not matches:
             return self._begin_whole_read(body_to_read)
         new_bytes = len(data) - matches[0].boundary.body_end

@@ -114,7 +114,7 @@ class SessionNames:
         body_name = request.prompt_cache_key or request.metadata_user_id or request.user
         name = name_by_meaning.get("session") or body_name
         if not name:
-            return _NO_SESSION
+            return Session()
         parent_name = name_by_meaning.get("parent")
         agent = name_by_meaning.get("agent", name)
         parent_agent = name_by_meaning.get("parent_agent", name)
@@ -127,9 +127,6 @@ class SessionNames:
             parent_name = None
         is_final = name_by_meaning.get("final", "").lower() in ("true", "1")
         return Session(name, parent_name, is_final)
-
-
-_NO_SESSION = Session()
 
 
 def _parse_extra_header(text: str) -> NameSource:

@@ -126,7 +126,7 @@ def _compare_cached_and_full_tokens(
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
             break
-        matches = reader.find("chat", body)
+        matches = reader.cache.find("chat", body)
         continuation = reader.read_continuation(matches, body) if matches else None
         if continuation is None:
             cached = cache_conversation(request, body, prompt, outline=None, renderer=renderer)

@@ -82,7 +82,7 @@ class Turns:
             prompt = read_prompt(request, tokenizer)
         except RequestError:
             prompt = RenderedPrompt()
-        matches = self.reader.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
+        matches = self.reader.cache.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
         continuation = self.reader.read_continuation(matches, body) if matches else None
         if continuation is None:
             outline = outline_chat(request)
@@ -228,7 +228,7 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     turns.read("chat", b'{"messages": %b}' % json.dumps(long_talk(6)).encode())
     assert len(turns.reader.cache) == 1
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
-    matches = turns.reader.find("chat", longer)
+    matches = turns.reader.cache.find("chat", longer)
     assert not matches or turns.reader.read_continuation(matches, longer) is None
 
 
@@ -413,7 +413,7 @@ def test_the_furthest_boundary_is_found_first() -> None:
     many = make_conversation(*range(2000, 2000 + 20 * BOUNDARIES_MAX, 20))
     reader = ConversationReader(1 << 20)
     reader.cache.store(many, shared)
-    assert len(reader.find("chat", shared)) <= BOUNDARIES_MAX
+    assert len(reader.cache.find("chat", shared)) <= BOUNDARIES_MAX
 
 
 def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
@@ -453,7 +453,7 @@ def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: T
     assert prompt.conversation is not None
     reader.allow("", BoundaryRenderer(tokenizer))
     reader.cache.store(prompt.conversation, body)
-    continuation = reader.read_continuation(reader.find("chat", longer), longer)
+    continuation = reader.read_continuation(reader.cache.find("chat", longer), longer)
     assert continuation is not None
     assert continuation.outline() is None
     assert continuation.cache_entry is None or continuation.cache_entry.outline is None
