@@ -202,8 +202,7 @@ class RequestReader:
             token_ids = body.prompt.token_ids
             if token_ids is not None and token_ids is not conversation.token_ids:  # truncated, so they are a copy
                 conversation.prepared_prompt_bytes += ID_BYTES * len(token_ids)
-        replaced_entry = None if body.continuation is None else body.continuation.replaced_entry
-        self._prompt_reader.conversations.cache.store(conversation, body.body, replaced_entry)
+        self._prompt_reader.conversations.cache.store(conversation, body.body)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
         """Build the request that the core routes, from the parsed body and the routing headers of a client's request.

@@ -112,6 +112,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Token ids with the digests of their KV blocks, as the router's index keeps them; None if it did not read them."""
     prepared_prompt_bytes: int = 0
     """Memory of `prepared_prompt` besides `token_ids`."""
+    replaced_entry: CachedConversation | None = None
+    """Entry of an earlier turn, whose place this one takes when it is stored; None if both stay."""
 
     @property
     def memory_bytes(self) -> int:
@@ -148,6 +150,8 @@ class CachedConversation(msgspec.Struct, eq=False):
             boundaries=[*boundaries, next_boundary],
             token_ids=token_ids,
             other_fields=other_fields,
+            # If the turns part before the last boundary, the earlier entry may be continued there once more.
+            replaced_entry=self if boundary is self.boundaries[-1] else None,
         )
 
 
@@ -235,16 +239,15 @@ class ConversationCache:
         if conversation in self._locations_by_conversation:
             self._locations_by_conversation.move_to_end(conversation)
 
-    def store(
-        self, conversation: CachedConversation, body: bytes, replaced_entry: CachedConversation | None = None
-    ) -> None:
-        """Store the conversation that was read from a body. It replaces the entry of an earlier turn, if given.
+    def store(self, conversation: CachedConversation, body: bytes) -> None:
+        """Store the conversation that was read from a body, in place of its `replaced_entry`.
 
         A conversation of more than a quarter of the cache is not stored. If the cache is full, the least recently used
         conversations are dropped; if too many boundaries share a key, the conversation of the oldest.
         """
-        if replaced_entry is not None:
-            self._drop(replaced_entry)
+        if conversation.replaced_entry is not None:
+            self._drop(conversation.replaced_entry)
+            conversation.replaced_entry = None
         size_bytes = conversation.memory_bytes
         locations = self._locate(conversation, body)
         if size_bytes > self.max_bytes // 4 or not locations:

@@ -57,11 +57,6 @@ class Continuation(msgspec.Struct, eq=False):
     read_s: float = 0.0
     """Time that reading the new messages took."""
 
-    @property
-    def replaced_entry(self) -> CachedConversation | None:
-        """The earlier entry if the new one takes its place. It stays if the requests part before its last boundary."""
-        return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
-
     def outline(self) -> Outline | None:
         """Return fingerprints of all messages; None if the cached ones have none, or a template may change new ones."""
         is_certain = not depends_on_template(self.request.source)

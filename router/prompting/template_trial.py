@@ -138,7 +138,7 @@ def _compare_cached_and_full_tokens(
             problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
             return cached_turn_count, problem
         if continuation.cache_entry is not None:
-            reader.cache.store(continuation.cache_entry, body, continuation.replaced_entry)
+            reader.cache.store(continuation.cache_entry, body)
     return cached_turn_count, None
 
 

@@ -86,14 +86,14 @@ class Turns:
         continuation = self.reader.read_continuation(matches, body) if matches else None
         if continuation is None:
             outline = outline_chat(request)
-            conversation, predecessor = cache_conversation(request, body, prompt, outline, self.renderer), None
+            conversation = cache_conversation(request, body, prompt, outline, self.renderer)
         else:
             self.continuations.append(continuation)
             check_same(continuation, request, prompt)
-            conversation, predecessor = continuation.cache_entry, continuation.replaced_entry
+            conversation = continuation.cache_entry
         if conversation is not None:
             check_conversation(conversation, prompt)
-            cache.store(conversation, body, predecessor)
+            cache.store(conversation, body)
         cache.check_invariants()
         return continuation
 
