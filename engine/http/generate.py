@@ -42,7 +42,7 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
+_ID_PREFIX_BY_API = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_", "responses": "resp_"}
 KEEPALIVE_COMMENT_S = 5.0
 """Silence after which a stream sends a comment; up to twice as long after other writes."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
@@ -74,16 +74,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         items = await state.response_store.get_items(references.items)
     extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
     parse = partial(read_response, previous_messages, items=items)
-    return await generate(request, parse=parse, id_prefix=_RESPONSE_ID_PREFIX, extra_bytes=extra_bytes)
+    return await generate(request, parse=parse, extra_bytes=extra_bytes)
 
 
 async def generate(
-    request: web.Request, *, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
+    request: web.Request, *, parse: BodyParser[ParsedRequest], extra_bytes: int = 0
 ) -> web.StreamResponse:
     """Answer a request: parse its body, submit its sequences to the engine core, and send what they generate.
 
-    `parse`: parser of the requested API's bodies. `id_prefix`: beginning of the answer's id. `extra_bytes`: size of
-    other inputs of `parse`.
+    `parse`: parser of the requested API's bodies. `extra_bytes`: size of other inputs of `parse`.
     """
     state = request.app[STATE]
     tenant = state.get_tenant(request)
@@ -95,7 +94,7 @@ async def generate(
         constraint = None if requested is None else await state.reader.check(requested, tenant)
         generation = make_generation(
             parsed_request,
-            id=id_prefix + _choose_answer_id(request, parsed_request, id_prefix),
+            id=_ID_PREFIX_BY_API[parsed_request.api] + _choose_id_ending(request, parsed_request),
             request_prefix=state.make_request_prefix(),
             model=parsed_request.body.model or state.model_names[0],
             limits=state.limits,
@@ -117,16 +116,16 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
             log.warning("items of a response's input are not shown: %s", item_types)
         logprobs = LogprobFormatter(state.detokenizer_factory) if body.logprobs else None
         return ResponsesFormatter(generation, response_context, logprobs)
-    if generation.id.startswith(MESSAGE_ID_PREFIX):
+    if parsed_request.api == "messages":
         return MessagesFormatter(generation)
     if isinstance(body, ChatRequest):
         return ChatFormatter(generation, body, state.detokenizer_factory)
     return CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
 
 
-def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_prefix: str) -> str:
+def _choose_id_ending(request: web.Request, parsed_request: ParsedRequest) -> str:
     """Return the id that the client gives to its request, or a random one."""
-    if id_prefix == _RESPONSE_ID_PREFIX:  # whoever knows the id of a stored response can read it
+    if parsed_request.api == "responses":  # whoever knows the id of a stored response can read it
         return uuid.uuid4().hex
     client_id = parsed_request.body.request_id or request.headers.get("X-Request-Id") or ""
     return client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) else uuid.uuid4().hex

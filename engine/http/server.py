@@ -27,7 +27,7 @@ from aiohttp.web_log import AccessLogger
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import routes, weights
-from engine.http.generate import MESSAGE_ID_PREFIX, STATE, create_response, generate
+from engine.http.generate import STATE, create_response, generate
 from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, ServerState, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
@@ -65,9 +65,9 @@ def build_app(state: ServerState) -> web.Application:
     app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
     # APIs of OpenAI and Anthropic.
-    app.router.add_post("/v1/chat/completions", partial(generate, parse=read_chat, id_prefix="chatcmpl-"))
-    app.router.add_post("/v1/completions", partial(generate, parse=read_completion, id_prefix="cmpl-"))
-    app.router.add_post("/v1/messages", partial(generate, parse=read_messages, id_prefix=MESSAGE_ID_PREFIX))
+    app.router.add_post("/v1/chat/completions", partial(generate, parse=read_chat))
+    app.router.add_post("/v1/completions", partial(generate, parse=read_completion))
+    app.router.add_post("/v1/messages", partial(generate, parse=read_messages))
     app.router.add_post("/v1/messages/count_tokens", partial(routes.parse_and_respond, parse=read_count))
     app.router.add_post("/v1/responses", create_response)
     app.router.add_get("/v1/responses/{response_id}", routes.show_response)

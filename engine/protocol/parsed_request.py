@@ -46,6 +46,7 @@ from prompts.responses import (
     parse_responses_request,
 )
 from prompts.responses import convert_to_chat as convert_response_to_chat
+from prompts.routing import API_KIND_BY_PATH, ApiKind
 from prompts.schemas import ResponseFormat, StructuredOutputs
 
 ECHOED_BYTES_MAX = 64 << 10
@@ -86,6 +87,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """Request body, without prompts and other large fields that are not needed any more."""
     prompts: list[list[int]]
     """Token ids of each prompt."""
+    api: ApiKind = "chat"
+    """API that was asked, and whose form the answer has."""
     prompt_texts: list[str] = []
     """Text of each prompt if a completion echoes its prompts; otherwise empty strings. No strings for a chat."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
@@ -259,6 +262,7 @@ def _read_chat_body(
     return ParsedRequest(
         body=_strip_large_fields(body, messages=[kept_message]),
         prompts=[prompt],
+        api=API_KIND_BY_PATH[path],
         parser_config=parser_config,
         constraint=constraint,
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
@@ -379,6 +383,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
     return ParsedRequest(
         body=_strip_large_fields(body, prompt=""),
         prompts=prompts,
+        api="completion",
         prompt_texts=prompt_texts,
         constraint=build_constraint(body, limits),
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
