@@ -34,7 +34,6 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
     session: str | None
     prompt_tokens: int
     placement: Placement
-    """Worker that was chosen, and why."""
     compared_ranges: list[UncachedRange] | None = None
     """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
     reported_tokens: int | None = None

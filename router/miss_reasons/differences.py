@@ -8,7 +8,6 @@ from typing import Final, Literal
 from router.prompting.outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, Outline
 
 SYSTEM, USER, ASSISTANT = 0, 1, 2
-"""Roles of messages."""
 _POSITION_TOLERANCE: Final = 0.1
 """Largest error of a message's position, as a share of the prompt, if it is estimated by characters."""
 

@@ -77,7 +77,6 @@ class AnalyzedPrompt:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory of the prompt."""
         size_bytes = PROMPT_BYTES + KEY_BYTES * len(self.chunk_keys) + 4 * len(self.token_ids)
         if self.outline is not None:
             size_bytes += self.outline.memory_bytes

@@ -7,7 +7,6 @@ from typing import Final
 from options.bounded_dict import BoundedDict
 
 WATCHED_MAX: Final = 1024
-"""Most conversations that are watched."""
 
 
 class WatchedConversations:

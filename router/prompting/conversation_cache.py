@@ -117,7 +117,6 @@ class CachedConversation(msgspec.Struct, eq=False):
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated memory of this entry."""
         size_bytes = _ENTRY_BYTES + self.token_ids.itemsize * len(self.token_ids) + self.prepared_prompt_bytes
         if self.outline is not None:
             size_bytes += self.outline.memory_bytes
@@ -263,7 +262,6 @@ class ConversationCache:
             self._drop(next(iter(self._locations_by_conversation)))
 
     def clear(self, model: str) -> None:
-        """Drop the conversations of a model."""
         for conversation in list(self._locations_by_conversation):
             if conversation.model == model:
                 self._drop(conversation)

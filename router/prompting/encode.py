@@ -91,9 +91,7 @@ class PromptSize(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     """Tokens of all prompts."""
     longest_tokens: int
-    """Tokens of the longest prompt."""
     prompt_count: int = 1
-    """Number of prompts."""
     is_exact: bool = True
     """Whether all of the first prompt was counted."""
 

@@ -45,7 +45,6 @@ class MessageFingerprint(NamedTuple):
     kind: int
     """Role of the message, and facts such as HAS_TOOL_CALLS, as bits."""
     chars: int
-    """Length of the message in characters."""
 
 
 class MessageFingerprints(NamedTuple):
@@ -75,7 +74,6 @@ class Outline(NamedTuple):
 
     @property
     def message_count(self) -> int:
-        """Number of messages."""
         return len(self.messages.kinds)
 
     @property
@@ -84,7 +82,6 @@ class Outline(NamedTuple):
         return OUTLINE_BYTES + len(self.messages) * self.message_count * _NUMBER_BYTES
 
     def get_role(self, index: int) -> int:
-        """Return the role of one message."""
         return self.messages.kinds[index] & ROLE_BITS
 
     def replace_end(self, message_count: int, new_messages: list[Message]) -> Outline:
@@ -108,7 +105,6 @@ def outline_chat(request: RoutingRequest) -> Outline | None:
 
 
 def fingerprint_messages(messages: Sequence[Message]) -> MessageFingerprints:
-    """Return the fingerprints of messages."""
     return MessageFingerprints.from_rows([_fingerprint_message(message) for message in messages])
 
 

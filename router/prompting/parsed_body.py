@@ -115,7 +115,6 @@ class BodyToRead(msgspec.Struct, frozen=True, eq=False):
     kind: ApiKind | None
     """API of the body's path; None if the body decides."""
     find_target: Callable[[RoutingRequest], PromptTarget]
-    """Finds the model that a request is for."""
     is_wanted: Callable[[], bool]
     """Whether the client is still connected."""
     tenant: str = ""

@@ -54,7 +54,6 @@ class ReadTask(msgspec.Struct):
     makes_cache_entry: bool = False
     """Whether to make a cache entry, by which the next turn of the conversation is read faster."""
     makes_outline: bool = True
-    """Whether to make fingerprints of the messages."""
 
 
 class ReadResult(NamedTuple):

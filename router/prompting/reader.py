@@ -294,7 +294,6 @@ class PromptReader:
         return result, time.perf_counter() - started_s
 
     def run_in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def make_task(self, model: str, kind: ApiKind, tokens_max: int | None) -> ReadTask:
