@@ -118,9 +118,9 @@ def _list_component_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[
     """Return the counters that parts of the router keep themselves: core, fleet, prompt reader and event feed."""
     conversations, events = page.prompt_reader.conversations, page.feed.events
     received_bytes_by_target = {
-        row.target: row.engine_load.received_kv_bytes
+        row["target"]: row["engine_load"].received_kv_bytes
         for row in snapshot.workers
-        if row.engine_load is not None and row.engine_load.received_kv_bytes is not None
+        if row["engine_load"] is not None and row["engine_load"].received_kv_bytes is not None
     }
     return [
         Row("kv_transfer_received_bytes", "Bytes of KV from other workers, as the worker reports them.",
@@ -176,22 +176,22 @@ def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
     A row has the gauge's name and help text, its values by label value, and the names of its labels.
     """
-    workers, label_names = snapshot.workers, ("worker",)
+    label_names = ("worker",)
     return [
         _make_missing_roles_gauge(page.proxy.core.workers.values()),
         *_list_state_gauges(page, snapshot),
         Row("worker_prefilling", "Requests at the worker without a first token.",
-            {worker.target: worker.prefilling for worker in workers}, label_names),
+            {row["target"]: row["prefilling"] for row in snapshot.workers}, label_names),
         Row("worker_decoding", "Requests at the worker past their first token.",
-            {worker.target: worker.decoding for worker in workers}, label_names),
+            {row["target"]: row["decoding"] for row in snapshot.workers}, label_names),
         Row("worker_queue_seconds", "Predicted seconds of prefill that the worker still has to do.",
-            {worker.target: worker.queue_s for worker in workers}, label_names),
+            {row["target"]: row["queue_s"] for row in snapshot.workers}, label_names),
         Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
-            {worker.target: worker.utilisation for worker in workers}, label_names),
+            {row["target"]: row["utilisation"] for row in snapshot.workers}, label_names),
         Row("worker_event_lag_seconds", "Seconds from the making of a worker's last batch of events until it counted.",
             page.feed.list_event_lags(), label_names),
         Row("worker_alarms", "Alarms that are raised for the worker.",
-            {worker.target: len(worker.alarms) for worker in workers}, label_names),
+            {row["target"]: len(row["alarms"]) for row in snapshot.workers}, label_names),
     ]
 # fmt: on
 
@@ -209,7 +209,7 @@ def _make_missing_roles_gauge(workers: Iterable[Worker]) -> Row:
 def _list_state_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges that show the state of each worker. A worker that was never reached is starting."""
     state_by_worker = dict.fromkeys(page.fleet.list_starting_reasons(), "starting")
-    state_by_worker |= {row.target: row.state for row in snapshot.workers}
+    state_by_worker |= {row["target"]: row["state"] for row in snapshot.workers}
     up_workers = {worker: float(state == "up") for worker, state in state_by_worker.items()}
     states = {
         (worker, possible_state.value): float(possible_state == state)

@@ -11,7 +11,6 @@ import msgspec
 
 from prompts.errors import RequestError, bad_value
 from router.admin.json_body import decode_object
-from router.decide.registry import WorkerSnapshot
 from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, Worker, WorkerState, find_unusable_reason
 from router.edge.proxy import Proxy
 from router.fleet.members import Fleet
@@ -60,14 +59,14 @@ class WorkerListRoutes:
             "kv_transfers": self._transfers.group_by_kind(),
         }
 
-    def _describe_worker(self, row: WorkerSnapshot) -> dict[str, Any]:
+    def _describe_worker(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of one rank, with the state of its event streams and of its models' tokenizers."""
-        worker = self._core.workers.get(row.worker_id)
+        worker = self._core.workers.get(row["worker_id"])
         base_models = sorted({model.base for model in worker.models.values()}) if worker is not None else []
         conversations, tokenizers = self._prompt_reader.conversations, self._prompt_reader.tokenizers
         tokenized_models = [model for model in base_models if tokenizers.get(model) is not None]
-        return dataclasses.asdict(row) | {
-            "events": self._fleet.describe_events(row.worker_id),
+        return row | {
+            "events": self._fleet.describe_events(row["worker_id"]),
             "conversation_cache": {model: conversations.problems.get(model, "used") for model in tokenized_models},
             "tokenizer": {
                 model: "loaded" if model in tokenized_models else tokenizers.problems.get(model, "none")

@@ -37,7 +37,7 @@ from router.decide.messages import (
 )
 from router.decide.placement import RequestPlacer
 from router.decide.recent_prompts import RecentPrompts
-from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
+from router.decide.registry import CoreSnapshot, WorkerRegistry, describe_target
 from router.decide.target import PromptQuery
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
@@ -534,7 +534,7 @@ class RouterCore:
         for worker_id, worker in self.workers.items():
             alarms = self._list_alarms(worker_id, worker, now)
             targets = self.registry.get_targets(worker_id)
-            worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
+            worker_rows += [describe_target(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
         if self._chooser.custom_policy is not None:
             counters["policy_failed"] = self._chooser.custom_policy.failures

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from router.decide.cache_state import CacheState
-from router.decide.load import EngineLoad
 from router.decide.messages import Refuse, RouteRequest, TransferKind
 from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
 from router.decide.target import Target
@@ -431,85 +430,44 @@ def _has_same_caches(old: WorkerSpec, new: WorkerSpec) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """One row of `/workers`: a worker, or one data-parallel rank of it."""
-
-    worker_id: str
-    target: str
-    url: str
-    state: str
-    state_reason: str
-    models: list[str]
-    roles: list[str]
-    cache_view: str
-    """How the router knows the worker's cache: `CacheView`."""
-    prefilling: int
-    """Requests of this router without a first token."""
-    decoding: int
-    """Requests of this router with a first token."""
-    peer_prefilling: int
-    """Requests of other routers without a first token."""
-    peer_decoding: int
-    engine_load: EngineLoad | None
-    """Last report of the engine; None if it reports nothing, or nothing lately."""
-    external_requests: int
-    """Requests that the engine reports and no router sent."""
-    cache_tokens: int | None
-    """Capacity of the KV cache: reported, or as the events show it; None if neither is known."""
-    prefill_order: str
-    """Prompt that the engine computes first: `arrival` (the oldest) or `shortest`."""
-    queue_s: float
-    """Prefill seconds that are left there, without `slowdown`. This and the next two values count all senders."""
-    utilisation: float
-    """Prefill seconds sent there per second."""
-    slowdown: float
-    """Factor by which the decoding requests there lengthen a prefill."""
-    learned_speed: dict[str, float]
-    """Rates of `StepTimes` in use, the factor of loads from slower tiers, and the number of observations."""
-    routed_requests: int
-    predicted_cached_tokens: int
-    reported_cached_tokens: int
-    alarms: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class CoreSnapshot:
     """State of the core for `/workers` and `/metrics`."""
 
-    workers: list[WorkerSnapshot]
+    workers: list[dict[str, Any]]
+    """Rows of `/workers`, one for each target."""
     queued_requests: int
     in_flight: int
     counters: dict[str, int]
 
 
-def make_worker_snapshot(
+def describe_target(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
-) -> WorkerSnapshot:
-    """Return one target's row of `/workers`."""
-    step_times, load = target.speed.step_times, target.load
+) -> dict[str, Any]:
+    """Return one target's row of `/workers`; docs/reference/routes.md explains the fields."""
+    step_times, load, totals = target.speed.step_times, target.load, target.totals
     # `peer_load` includes the load of the engine's other clients, which the row shows apart.
     peer, external = target.peer_load, target.external_load
-    return WorkerSnapshot(
-        worker_id=worker.worker_id,
-        target=target.name,
-        url=worker.spec.url,
-        state=worker.state.value,
-        state_reason=worker.describe_state(now),
-        models=sorted(worker.models),
-        roles=sorted(worker.spec.roles),
-        cache_view=worker.spec.cache_view.value,
-        prefilling=load.request_count - load.decode_request_count,
-        decoding=load.decode_request_count,
-        peer_prefilling=peer.prefill_requests - external.prefill_requests,
-        peer_decoding=peer.decode_requests - external.decode_requests,
-        engine_load=target.engine_load,
-        external_requests=external.request_count,
-        cache_tokens=target.capacity.kv_tokens,
-        prefill_order="shortest" if target.prefill_queue.is_shortest_first else "arrival",
-        queue_s=target.estimate_queue_s(now),
-        utilisation=tracker.compute_utilisation(target, now),
-        slowdown=target.slowdown,
-        learned_speed={
+    return {
+        "worker_id": worker.worker_id,
+        "target": target.name,
+        "url": worker.spec.url,
+        "state": worker.state.value,
+        "state_reason": worker.describe_state(now),
+        "models": sorted(worker.models),
+        "roles": sorted(worker.spec.roles),
+        "cache_view": worker.spec.cache_view.value,
+        "prefilling": load.request_count - load.decode_request_count,
+        "decoding": load.decode_request_count,
+        "peer_prefilling": peer.prefill_requests - external.prefill_requests,
+        "peer_decoding": peer.decode_requests - external.decode_requests,
+        "engine_load": target.engine_load,
+        "external_requests": external.request_count,
+        "cache_tokens": target.capacity.kv_tokens,
+        "prefill_order": "shortest" if target.prefill_queue.is_shortest_first else "arrival",
+        "queue_s": target.estimate_queue_s(now),
+        "utilisation": tracker.compute_utilisation(target, now),
+        "slowdown": target.slowdown,
+        "learned_speed": {
             "prefill_s_per_token": step_times.prefill_s_per_token,
             "quadratic_tokens": step_times.quadratic_tokens,
             "step_tokens": step_times.step_tokens,
@@ -519,8 +477,8 @@ def make_worker_snapshot(
             "load_factor": target.speed.tier_load.get(now),
             "observations": target.speed.observation_count,
         },
-        routed_requests=target.totals.request_count,
-        predicted_cached_tokens=target.totals.predicted_cached_tokens,
-        reported_cached_tokens=target.totals.reported_cached_tokens,
-        alarms=alarms,
-    )
+        "routed_requests": totals.request_count,
+        "predicted_cached_tokens": totals.predicted_cached_tokens,
+        "reported_cached_tokens": totals.reported_cached_tokens,
+        "alarms": alarms,
+    }

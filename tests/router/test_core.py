@@ -261,14 +261,14 @@ def test_a_worker_that_is_avoided_for_its_refusals_is_shown_with_the_reason() ->
     index.store(core.workers["a"].holders[0], prompt)
     assert chosen_worker(core.route(request("r", prompt), 0.0)) == "a"
     core.fail_attempt("r", FailureKind.OVERLOADED, 0.0)
-    assert [row.state_reason for row in core.snapshot(0.0).workers] == ["", ""]
+    assert [row["state_reason"] for row in core.snapshot(0.0).workers] == ["", ""]
     core.record_first_token("r", 0.0)
     reason = "avoided for another 1 s: refuses (429, 5xx) what others serve"
-    assert [(row.state, row.state_reason) for row in core.snapshot(0.1).workers] == [("up", reason), ("up", "")]
-    assert core.snapshot(0.8).workers[0].state_reason == reason, "0.2 s are not shown as 0 s"
-    assert [row.state_reason for row in core.snapshot(1.0).workers] == ["", ""]
+    assert [(row["state"], row["state_reason"]) for row in core.snapshot(0.1).workers] == [("up", reason), ("up", "")]
+    assert core.snapshot(0.8).workers[0]["state_reason"] == reason, "0.2 s are not shown as 0 s"
+    assert [row["state_reason"] for row in core.snapshot(1.0).workers] == ["", ""]
     core.set_draining("a", 0.1)
-    assert core.snapshot(0.1).workers[0].state_reason == "drained by an operator"
+    assert core.snapshot(0.1).workers[0]["state_reason"] == "drained by an operator"
 
 
 def test_a_refusal_counts_at_the_next_first_token_alone() -> None:
@@ -627,7 +627,7 @@ def test_usage_feeds_the_watchdog() -> None:
         core.route(request(f"r{i}", list(range(i, i + 30))), float(i))
         core.record_first_token(f"r{i}", i + 0.1)
         core.finish_request(f"r{i}", ReportedUsage(prompt_tokens=37, cached_tokens=0), i + 0.2)
-    alarms = core.snapshot(60.0).workers[0].alarms
+    alarms = core.snapshot(60.0).workers[0]["alarms"]
     assert any(alarm.startswith("prompt_tokens:") for alarm in alarms)
 
 
@@ -665,8 +665,8 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
         else:
             core.fail_attempt(f"huge{number}", FailureKind.RESET if end == "reset" else FailureKind.OVERLOADED, now + 1)
         core.mark_worker_up("a", now + 1)
-        (row,) = [row for row in core.snapshot(now + 1).workers if row.target == "a"]
-        utilisation = max(utilisation, row.utilisation)
+        (row,) = [row for row in core.snapshot(now + 1).workers if row["target"] == "a"]
+        utilisation = max(utilisation, row["utilisation"])
         core.check_invariants()
     assert utilisation < 0.01
     assert {chosen_worker(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
@@ -922,8 +922,8 @@ def test_a_worker_whose_events_cannot_be_read_has_an_alarm_while_it_is_up() -> N
     core.watchdog.list_unreachable_endpoints = {"a": ["tcp://gpu1:5999"], "b": []}.__getitem__
 
     def alarms_of(worker_id: str) -> list[str]:
-        (row,) = [row for row in core.snapshot(1.0).workers if row.worker_id == worker_id]
-        return row.alarms
+        (row,) = [row for row in core.snapshot(1.0).workers if row["worker_id"] == worker_id]
+        return row["alarms"]
 
     (alarm,) = alarms_of("a")
     assert alarm.startswith("unreachable: no events can be read from tcp://gpu1:5999")

@@ -320,7 +320,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
         prober.answers.put_nowait([EngineLoad(3, 1, 0.5)])
         await wait_for_health_checks(3)
         assert prober.load_polls == 1
-        assert core.snapshot(0.0).workers[0].engine_load == EngineLoad(3, 1, 0.5)
+        assert core.snapshot(0.0).workers[0]["engine_load"] == EngineLoad(3, 1, 0.5)
         times = []
         for second in range(1, 14):
             now[0] = float(second)
@@ -634,7 +634,7 @@ def test_sizes_that_a_worker_told_too_late_for_its_first_probe_are_learned() -> 
             del page.answers["/metrics"]
             page.metrics = SIZES
             await wait_until(lambda: core.workers[name].spec.cache_tokens == 1600)
-            assert core.snapshot(0.0).workers[0].cache_tokens == 1600
+            assert core.snapshot(0.0).workers[0]["cache_tokens"] == 1600
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -1341,7 +1341,7 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
         config = FleetConfig(health_s=0.001, loads_s=0.001)
         async with watching(page, config, feed_of(clear_worker=cleared_workers.append)) as (fleet, core, name):
             worker = core.workers[name]
-            await wait_until(lambda: core.snapshot(0.0).workers[0].engine_load)
+            await wait_until(lambda: core.snapshot(0.0).workers[0]["engine_load"])
             assert (worker.state, cleared_workers) == (WorkerState.UP, [])
             page.metrics = sleep_state(0)
             await wait_until(lambda: worker.state is WorkerState.SLEEPING)

@@ -226,8 +226,8 @@ def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     assert dear.decode_requests == 32
     assert dear.slot_wait_s > 0.5
     assert dear.decode_s > cheap.decode_s
-    rows = {row.target: row for row in core.snapshot(5.0).workers}
-    assert (rows["w0"].external_requests, rows["w0"].peer_decoding, rows["w0"].engine_load) == (
+    rows = {row["target"]: row for row in core.snapshot(5.0).workers}
+    assert tuple(rows["w0"][field] for field in ("external_requests", "peer_decoding", "engine_load")) == (
         40, 0, EngineLoad(32, 8, 0.9))  # fmt: skip
     core.record_engine_load("w0", [None], [0], 30.0)
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 30.0)

@@ -249,7 +249,7 @@ def test_a_worker_that_comes_back_with_the_other_order_is_priced_by_it() -> None
     for shortest, order in ((False, "arrival"), (True, "shortest"), (False, "arrival")):
         core.add_worker(WorkerSpec(spec.worker_id, spec.url, spec.models, is_shortest_first=shortest), 0.0)
         (row,) = core.snapshot(0.0).workers
-        assert row.prefill_order == order
+        assert row["prefill_order"] == order
 
 
 # The simulated engine ------------------------------------------------------------------------------------------------

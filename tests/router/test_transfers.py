@@ -355,10 +355,10 @@ def test_both_workers_are_compared_with_what_was_predicted_of_them() -> None:
     assert decision.transfer is not None
     core.record_prefill_end("r", 0.4, cached_tokens=296)
     core.finish_request("r", ReportedUsage(400, 296, 5), 1.0)
-    rows = {row.worker_id: row for row in core.snapshot(1.0).workers}
-    assert (rows["q"].predicted_cached_tokens, rows["q"].reported_cached_tokens) == (300, 296)
+    rows = {row["worker_id"]: row for row in core.snapshot(1.0).workers}
+    assert (rows["q"]["predicted_cached_tokens"], rows["q"]["reported_cached_tokens"]) == (300, 296)
     row = rows[decision.worker]
-    assert (row.predicted_cached_tokens, row.reported_cached_tokens) == (0, 0)
+    assert (row["predicted_cached_tokens"], row["reported_cached_tokens"]) == (0, 0)
 
 
 @pytest.mark.parametrize("crashing", ["prefills", "all"])
@@ -454,8 +454,8 @@ def test_a_request_that_waits_for_kv_counts_as_one_without_a_first_token() -> No
         make_busy(core, name, 0.0, count=8)
     decision = route(core, "r", PROMPT, 0.0)
     assert decision.transfer is not None
-    row = next(row for row in core.snapshot(0.0).workers if row.target == decision.worker)
-    assert (row.prefilling, row.decoding) == (9, 0)
+    row = next(row for row in core.snapshot(0.0).workers if row["target"] == decision.worker)
+    assert (row["prefilling"], row["decoding"]) == (9, 0)
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "fail", "first token", "lost source", "lost target"])

@@ -59,7 +59,7 @@ def test_a_worker_that_stands_still_is_avoided(edge: Any, make_post: Any, caplog
 
         def alarms(name: str) -> list[str]:
             rows = edge.core.snapshot(edge.now()).workers
-            return [alarm for row in rows if row.worker_id == name for alarm in row.alarms]
+            return [alarm for row in rows if row["worker_id"] == name for alarm in row["alarms"]]
 
         await let_time_pass(until=lambda: alarms("a"))
         assert alarms("a")[0].startswith("stalled")
