@@ -51,26 +51,22 @@ def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bo
     return ids
 
 
-def build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | str:
-    """Build a tokenizer of fastokens that gives the ids of a Hugging Face one; return the reason if there is none.
+def build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer:
+    """Build a tokenizer of fastokens that gives the ids of a Hugging Face one. Raises ValueError if there is none.
 
     Both encode sample texts, and all ids must be equal.
     """
     if sys.byteorder != "little":
-        return "fastokens writes ids in little-endian order"
+        raise ValueError("fastokens writes ids in little-endian order")
     if getattr(hf_tokenizer.model, "dropout", None):
-        return "its model drops merges at random"
-    samples = (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, _EVERY_BYTE_TEXT, *_make_token_samples(hf_tokenizer))
-    try:
-        fast_tokenizer = FastTokenizer.from_json_str(hf_tokenizer.to_str())
-        for text in samples:
-            for add_special_tokens in (False, True):
-                fast_ids = encode_fast(fast_tokenizer, text, add_special_tokens=add_special_tokens)
-                library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
-                if list(memoryview(fast_ids).cast("I")) != library_ids:
-                    return f"fastokens gives a sample text other ids ({text[:40]!r})"
-    except ValueError as error:
-        return str(error)
+        raise ValueError("its model drops merges at random")
+    fast_tokenizer = FastTokenizer.from_json_str(hf_tokenizer.to_str())
+    for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, _EVERY_BYTE_TEXT, *_make_token_samples(hf_tokenizer)):
+        for add_special_tokens in (False, True):
+            fast_ids = encode_fast(fast_tokenizer, text, add_special_tokens=add_special_tokens)
+            library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
+            if list(memoryview(fast_ids).cast("I")) != library_ids:
+                raise ValueError(f"fastokens gives a sample text other ids ({text[:40]!r})")
     return fast_tokenizer
 
 

@@ -159,11 +159,11 @@ class Tokenizer:
 
 
 def _build_fast_tokenizer(hf_tokenizer: HfTokenizer) -> FastTokenizer | None:
-    tokenizer_or_problem = build_fast_tokenizer(hf_tokenizer)
-    if isinstance(tokenizer_or_problem, FastTokenizer):
-        return tokenizer_or_problem
-    log.info("texts are encoded by the slower library `tokenizers`: %s", tokenizer_or_problem)
-    return None
+    try:
+        return build_fast_tokenizer(hf_tokenizer)
+    except ValueError as error:
+        log.info("texts are encoded by the slower library `tokenizers`: %s", error)
+        return None
 
 
 def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
