@@ -53,11 +53,14 @@ _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
 
 
-def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
+def build_continuation(
+    request: HttpRequest, fields: _Fields | None = None, tokens_max: int | None = None
+) -> StreamContinuation | None:
     """Prepare a request so that another worker can continue its streamed answer if the first worker dies.
 
     Return None if that is impossible: for other APIs than chats and completions, for answers that are not streamed, and
     for fields that a second request cannot repeat. `fields`: fields of the body, if they were decoded already.
+    `tokens_max`: longest context of the model, if it is known.
     """
     is_chat = request.path == _CHAT_PATH
     is_completion = request.path == _COMPLETIONS_PATH.decode()
@@ -72,7 +75,7 @@ def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> S
     is_stream = bytes(fields.get("stream", b"")) == b"true"
     if not is_stream or not all(_is_continuable_field(name, value, is_chat=is_chat) for name, value in fields.items()):
         return None
-    return StreamContinuation(fields, request.body, is_chat=is_chat)
+    return StreamContinuation(fields, request.body, is_chat=is_chat, tokens_max=tokens_max)
 
 
 def _is_continuable_field(name: str, raw: msgspec.Raw, *, is_chat: bool) -> bool:
@@ -105,18 +108,20 @@ class StreamContinuation:
     """
 
     __slots__ = (
-        "_body", "_converter", "_fields", "_has_restarted", "_is_chat", "_sent_token_count", "_wants_token_ids",
-        "_wants_usage", "continuation_body", "engine", "path", "recorder",
+        "_body", "_converter", "_fields", "_has_restarted", "_is_chat", "_sent_token_count", "_tokens_max",
+        "_wants_token_ids", "_wants_usage", "continuation_body", "engine", "path", "recorder",
     )  # fmt: skip
 
-    def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool) -> None:
+    def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool, tokens_max: int | None = None) -> None:
         """Keep a client's request for a streamed answer, from which the request for the rest is built later.
 
-        `fields`: top-level fields of the JSON `body`. `is_chat`: whether it is a chat, not a completion.
+        `fields`: top-level fields of the JSON `body`. `is_chat`: whether it is a chat, not a completion. `tokens_max`:
+        longest context of the model, if it is known.
         """
         self._fields = fields
         self._body = body
         self._is_chat = is_chat
+        self._tokens_max = tokens_max
         self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
         self._wants_usage = _USAGE_OPTION_PATTERN.search(fields.get("stream_options", b"")) is not None
 
@@ -190,19 +195,17 @@ class StreamContinuation:
         is_seeded_sample = self._decode_field("seed") is not None and self._decode_field("temperature") != 0
         return not is_seeded_sample
 
-    def build_continuation_route(
-        self, route: RouteRequest, tokens_max: int | None, same_engine_workers: frozenset[str]
-    ) -> RouteRequest | None:
+    def build_continuation_route(self, route: RouteRequest, same_engine_workers: frozenset[str]) -> RouteRequest | None:
         """Return the routing request for the rest of an answer that broke off; None if it cannot be continued.
 
         For example, a prompt has 100 tokens, and its answer has 40 tokens so far and may have 100. Then the new prompt
-        has 140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Only workers
-        of the same engine may continue the answer, but any worker may repeat a request without an event.
+        has 140 tokens, and its answer at most 60. Only workers of the same engine may continue the answer. If the
+        client has no event yet, `route` itself is returned, once: then any worker may repeat the whole request.
         """
         recorder = self.recorder
         if recorder is None or not self._is_recorded_fully(recorder):
             return None
-        if recorder.event_count == 0:  # the client has no event yet: repeat the whole request, once
+        if recorder.event_count == 0:
             return None if self._has_restarted else route
         output_ids = recorder.output_ids
         if self.engine == VLLM:  # it generates the last tokens again if their text is incomplete
@@ -211,7 +214,7 @@ class StreamContinuation:
         if not self._may_continue_after(answered_tokens):
             return None
         token_ids = recorder.prompt_ids + output_ids
-        if self.engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens, tokens_max) < 1:
+        if self.engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens) < 1:
             return None
         has_limit, allowed_workers = route.output_tokens_max > 0, route.allowed_workers
         return route.replace(
@@ -241,7 +244,7 @@ class StreamContinuation:
         # If the second worker died soon, too, the request may be what kills the workers.
         return not self.is_continued or output_token_count >= self._sent_token_count + NEW_TOKENS_MIN
 
-    def start_continuation(self, continuation_route: RouteRequest, tokens_max: int | None) -> None:
+    def start_continuation(self) -> None:
         """Prepare the request to another worker, and forget tokens that the client has not received."""
         recorder = self.recorder
         assert recorder is not None
@@ -249,45 +252,44 @@ class StreamContinuation:
         if recorder.event_count == 0:
             self._has_restarted = True
             return
-        ids, self._sent_token_count = continuation_route.token_ids, recorder.output_token_count
+        self._sent_token_count = recorder.output_token_count
         event_template = self._get_event_template()
-        assert isinstance(ids, array)
         assert event_template is not None
         self.path = None if self._continues_as_chat else _COMPLETIONS_PATH
         self._converter = EventConverter(
             event_template, is_chat=self._is_chat, is_worker_chat=self._continues_as_chat,
             has_token_ids=self._wants_token_ids, prompted_tokens=self._sent_token_count if self.engine == VLLM else 0,
         )  # fmt: skip
-        self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
+        self.continuation_body = msgspec.json.encode(self._build_body(recorder.prompt_ids + recorder.output_ids))
 
-    def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any]:
+    def _build_body(self, ids: array[int]) -> dict[str, Any]:
         """Return the body of the request by which another worker continues an answer that broke off.
 
-        `ids`: token ids of the prompt and of the answer so far. `answered_tokens`: length of the answer so far.
-        `tokens_max`: longest context of the model, if known.
+        `ids`: token ids of the prompt and of the answer so far.
         """
+        answered_tokens = self._sent_token_count
         if self._continues_as_chat:
-            return self._build_chat_body(ids, answered_tokens)
+            return self._build_chat_body(ids)
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
         if self.engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
-        remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens, tokens_max)
+        remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens)
         remaining_tokens_min = max((self._decode_field("min_tokens") or 0) - answered_tokens, 0)
         return body | {"max_tokens": remaining_tokens_max, "min_tokens": remaining_tokens_min}
 
-    def _count_remaining_tokens(self, tokens: int, answered_tokens: int, tokens_max: int | None) -> int:
+    def _count_remaining_tokens(self, tokens: int, answered_tokens: int) -> int:
         """Return how many tokens may follow; 0 if neither the client nor the model sets a limit.
 
-        `tokens`: length of the prompt and the answer so far. `tokens_max`: longest context of the model, if known.
+        `tokens`: length of the prompt and the answer so far.
         """
         output_tokens_max = self._read_output_tokens_max()
         if output_tokens_max is not None:
             return int(output_tokens_max) - answered_tokens
-        return 0 if tokens_max is None else tokens_max - tokens
+        return 0 if self._tokens_max is None else self._tokens_max - tokens
 
-    def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
-        """Return the body of a chat request for the rest of an answer. Arguments as for `_build_body`.
+    def _build_chat_body(self, ids: array[int]) -> dict[str, Any]:
+        """Return the body of a chat request for the rest of an answer to the tokens `ids`.
 
         With our engine the token ids stand for the messages, so only the last message is sent.
         """
@@ -296,8 +298,13 @@ class StreamContinuation:
         resent_names = _RESENT_FIELDS | _CHAT_OUTPUT_FIELDS
         resent_fields = {name: value for name, value in self._fields.items() if name in resent_names}
         last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-        extra_fields = {"prompt_token_ids": ids.tolist(), "answered_tokens": answered_tokens, "return_token_ids": True}
-        return {**resent_fields, "messages": last_message, **extra_fields}
+        return {
+            **resent_fields,
+            "messages": last_message,
+            "prompt_token_ids": ids.tolist(),
+            "answered_tokens": self._sent_token_count,
+            "return_token_ids": True,
+        }
 
     def _read_output_tokens_max(self) -> Any:
         """Return the client's bound of the answer's tokens; None if there is none."""

@@ -86,7 +86,8 @@ class Exchange:
         has_media = route.media_conversation is not None  # token ids do not stand for media
         if route.is_streaming and not has_media and self._proxy.continues_streams and not context.is_done:
             fields = None if context.body is None else context.body.fields
-            context.continuation = build_continuation(context.request, fields)
+            tokens_max = None if context.model is None else context.model.tokens_max
+            context.continuation = build_continuation(context.request, fields, tokens_max)
         self._proxy.route(context, route)
 
     def forward(self, decision: Decision) -> None:
@@ -612,7 +613,7 @@ class Exchange:
         self._proxy.record_failed_attempt(context.decision, kind, reason)
         self._proxy.record_broken_stream(context, "continued", reason)
         if continuation is not None and continuation.recorder is not None:
-            continuation.start_continuation(continuation_route, context.model_tokens_max)
+            continuation.start_continuation()
         context.route, self._response_head = continuation_route, None
         context.progress.restart()
 
@@ -638,7 +639,7 @@ class Exchange:
             may_repeat = not has_body_begun and not self._decision.attempt
             return route if may_repeat else None
         same_engine_workers = self._proxy.workers.find_workers_of_engine(continuation.engine)
-        return continuation.build_continuation_route(route, self.context.model_tokens_max, same_engine_workers)
+        return continuation.build_continuation_route(route, same_engine_workers)
 
     def close(self) -> None:
         """Close the connections to workers that handle the request, which makes these workers stop."""

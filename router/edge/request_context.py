@@ -100,11 +100,6 @@ class RequestContext(msgspec.Struct, eq=False):
         first_byte_at_s = self.progress.first_byte_at_s
         return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
 
-    @property
-    def model_tokens_max(self) -> int | None:
-        """Longest context of the model in tokens; None if it is unknown."""
-        return None if self.model is None else self.model.tokens_max
-
     def read_usage(self) -> None:
         """Read the token counts that the worker reports at the end of its answer.
 
