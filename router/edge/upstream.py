@@ -29,6 +29,11 @@ SILENT_S_MAX: Final = 30
 """Time after which connections to a machine that acknowledges nothing are broken."""
 LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """Errors of this machine, which lacks sockets or memory. They say nothing about the worker."""
+IDLE_S_MAX: Final = 4.0
+"""Time after which an idle connection is closed: less than the 5 s after which Uvicorn, the server of most engines,
+closes it, perhaps while a request is being written."""
+IDLE_MAX: Final = 512
+"""Most idle connections to one worker."""
 READ_BYTES: Final = 64 * 1024
 """Most bytes of a worker that are read before other connections have their turn."""
 
@@ -250,11 +255,6 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         while self._unsent_pieces and not self._is_buffer_full and not transport.is_closing():  # as a write may find
             transport.write(self._unsent_pieces.popleft())
 
-    @property
-    def has_unsent_bytes(self) -> bool:
-        """Whether a part of the last request is not written yet, so that the connection cannot be reused."""
-        return bool(self._unsent_pieces)
-
     def pause_writing(self) -> None:
         self._is_buffer_full = True
 
@@ -277,7 +277,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
 
     def finish(self, now: float, *, reusable: bool) -> None:
         """Give the connection back to the pool after the complete answer; close it unless it is `reusable`."""
-        if reusable:
+        if reusable and not self._unsent_pieces:  # the worker may have answered before it had the whole request
             self._pool.release(self, now)
         else:
             self.close()
@@ -305,22 +305,16 @@ def is_local_error(error: Exception | None) -> bool:
 
 
 class UpstreamPool:
-    """Opens connections to workers, and keeps idle ones for further requests.
-
-    An idle connection is closed after `idle_s_max`: less than the 5 s after which Uvicorn, the server of most engines,
-    closes it, perhaps while a request is being written.
-    """
+    """Opens connections to workers, and keeps idle ones for further requests."""
 
     def __init__(
         self,
         *,
-        idle_s_max: float = 4.0,
-        idle_max: int = 512,
         connect_s_max: float = 5.0,
         tls: ssl.SSLContext | None = None,
         host_names: HostNames | None = None,
     ) -> None:
-        """Make a pool without connections. `idle_max` limits the idle connections to one worker.
+        """Make a pool without connections.
 
         `connect_s_max`: longest time for opening a connection. `tls`: context for workers with https; None: the
         system's certificate authorities are trusted. `host_names`: addresses of workers.
@@ -328,8 +322,6 @@ class UpstreamPool:
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
         self._unanswered_requests = BackgroundTasks()
-        self._idle_s_max = idle_s_max
-        self._idle_max = idle_max
         self._connect_s_max = connect_s_max
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
         self._host_names = host_names or HostNames()
@@ -380,18 +372,13 @@ class UpstreamPool:
             connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for further requests to its worker, after a complete answer.
-
-        The connection is closed instead if the worker answered before it had the whole request, or if the pool has
-        enough idle connections to that worker.
-        """
+        """Keep a connection for further requests to its worker; close it if enough connections to it are idle."""
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
         idle_connections = self._idle_connections.setdefault(connection.target, [])
-        is_pool_full = len(idle_connections) >= self._idle_max
-        if connection.has_unsent_bytes or is_pool_full:
+        if len(idle_connections) >= IDLE_MAX:
             connection.close()
             return
         connection.idle_since_s = now
@@ -406,17 +393,11 @@ class UpstreamPool:
                 del self._idle_connections[connection.target]
 
     def close_idle(self, now: float) -> None:
-        """Close connections that were idle for too long. Call every second or so."""
-        for target in list(self._idle_connections):
-            idle_connections = self._idle_connections[target]
-            expired_connections = [
-                connection for connection in idle_connections if now - connection.idle_since_s > self._idle_s_max
-            ]
-            for connection in expired_connections:
-                idle_connections.remove(connection)
-                connection.close()
-            if not idle_connections:
-                self._idle_connections.pop(target, None)
+        """Close connections that were idle for too long, which discards them. Call every second or so."""
+        for idle_connections in list(self._idle_connections.values()):
+            for connection in list(idle_connections):
+                if now - connection.idle_since_s > IDLE_S_MAX:
+                    connection.close()
 
     def close(self) -> None:
         for connection in list(self._connections):

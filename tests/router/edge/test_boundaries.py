@@ -520,7 +520,7 @@ def test_a_connection_is_not_used_again_before_its_request_is_sent_whole() -> No
                 connection.pause_writing()
             connection.send(b"head", pieces)
             assert len(transport.written) == (2 if is_slow else 1 + len(pieces))
-            pool.release(connection, 0.0)
+            connection.finish(0.0, reusable=True)
             assert transport.aborted == is_slow, "answered before it was asked all"
             connection.resume_writing()
             assert len(transport.written) == (2 if is_slow else 1 + len(pieces))
