@@ -359,9 +359,9 @@ class Proxy:
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self.config.timeouts)
+                self._migrate_if_needed(exchange, now)
             except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
                 self.end_crashed(exchange, error)
-            self._migrate_if_needed(exchange, now)
             last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
             if last_byte_s is not None and decision is not None:
                 latest_byte_s = latest_byte_s_by_worker.get(decision.worker, last_byte_s)
@@ -381,16 +381,13 @@ class Proxy:
         decision, stall_detector = exchange.context.decision, self.core.stall_detector
         if decision is None or exchange.context.is_done:
             return
-        try:
-            problem = self._find_worker_problem(exchange.context, decision.worker)
-            if problem is not None:
-                exchange.migrate(problem)
-            elif decision.worker in stall_detector.stalled_workers:
-                silent_s = now - (exchange.last_progress_at_s or now)
-                if silent_s >= stall_detector.stall_s:
-                    exchange.migrate("the worker stands still", is_stalled=True)
-        except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
-            self.end_crashed(exchange, error)
+        problem = self._find_worker_problem(exchange.context, decision.worker)
+        if problem is not None:
+            exchange.migrate(problem)
+        elif decision.worker in stall_detector.stalled_workers:
+            silent_s = now - (exchange.last_progress_at_s or now)
+            if silent_s >= stall_detector.stall_s:
+                exchange.migrate("the worker stands still", is_stalled=True)
 
     def _find_worker_problem(self, context: RequestContext, worker_id: str) -> str | None:
         """Return why a worker can no longer answer a request; None if it can.
