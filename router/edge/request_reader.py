@@ -260,24 +260,19 @@ async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, Pars
     context.body = await reading
 
 
-def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
-    """Estimate the tokens of a prompt by the bytes of its body, but at most as the model's context."""
-    body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes  # of what a model reads
-    return min(max(1, body_bytes // CHARS_PER_TOKEN), model.tokens_max or ESTIMATED_TOKENS_MAX)
-
-
 def _estimate_prompt_size(
     request: HttpRequest, body: ParsedBody, model: ResolvedModel, counted_size: PromptSize | None
 ) -> PromptSize:
     """Estimate the size in tokens of a prompt that was not tokenised, or that has media, such as images.
 
-    `counted_size`: size of the tokenised text beside the media; None if no text was tokenised. The estimate is at least
-    that size.
+    It is at most the context of the model. `counted_size`: size of the tokenised text beside the media; None if no text
+    was tokenised. The estimate is at least that size.
     """
-    if body.media is None:
-        tokens = _estimate_tokens(request, model)
-        return PromptSize(tokens, tokens)
     tokens_max = model.tokens_max or ESTIMATED_TOKENS_MAX
+    if body.media is None:
+        body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes  # of what a model reads
+        tokens = min(max(1, body_bytes // CHARS_PER_TOKEN), tokens_max)
+        return PromptSize(tokens, tokens)
     tokens = max(1, min(body.media.estimated_tokens, tokens_max))
     if counted_size is not None:
         tokens = max(tokens, counted_size.tokens)
