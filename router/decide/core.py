@@ -422,8 +422,7 @@ class RouterCore:
         self.cache_state.release_expired_pins(now)
         if [worker for worker in self.registry.down_workers if self.registry.breaker.try_half_open(worker, now)]:
             self.registry.apply_worker_changes()
-        expired = self._placer.place_expired(now)
-        return [*map(self._forget_refused, expired), *self._place_queued(now)]
+        return [*map(self._forget_refused, self._placer.place_expired(now)), *self._place_queued(now)]
 
     def next_tick(self) -> float | None:
         """Return when `tick` will next have something to do; None while nothing is pending."""
@@ -448,7 +447,7 @@ class RouterCore:
     def _place_queued(self, now: float) -> list[Instruction]:
         if not self._placer.queue.requests:
             return []
-        return [*map(self._forget_refused, self._placer.place_queued(now))]
+        return list(map(self._forget_refused, self._placer.place_queued(now)))
 
     def _forget_refused(self, instruction: PlacementT) -> PlacementT:
         """Forget the request of a refusal; other instructions change nothing."""

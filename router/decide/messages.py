@@ -245,10 +245,9 @@ class Forward(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Enqueue:
-    """Keep the request; a later instruction forwards or refuses it, at most one tick after `deadline_s`."""
+    """Keep the request; a later instruction forwards or refuses it, at most one tick after its deadline."""
 
     request_id: str
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from router.decide.attempts import ActiveRequest, AttemptTracker
@@ -207,40 +207,26 @@ class RequestPlacer:
 
     # The queue ---------------------------------------------------------------------------------------------------
     def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
-        """Put a request into the queue; if it is there already, record its newly chosen worker.
-
-        The request waits for its turn until its own deadline, or else for the longest wait of the configuration. Return
-        a refusal if the queue is full.
-        """
-        request, config = active_request.request, self._config.queue
-        is_new = request.request_id not in self.queue.requests
+        """Queue a request, or record the new choice of one that is queued; return a refusal if there is no place."""
+        request_id = active_request.request.request_id
+        is_new = request_id not in self.queue.requests
         if is_new and self.queue.is_full(active_request):
-            return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
-        deadline_s = request.deadline_s
-        if deadline_s is None:
-            max_wait_s = config.background_wait_s_max if active_request.is_background else config.wait_s_max
-            deadline_s = active_request.arrived_s + max_wait_s
-        self.queue.put(
-            active_request,
-            target=choice.winner.target.name,
-            prefill_s=choice.winner.terms.prefill_s,
-            charge_s=_compute_charge_s(active_request, choice),
-            deadline_s=deadline_s,
-        )
+            return Refuse(request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
+        winner, charge_s = choice.winner, _compute_charge_s(active_request, choice)
+        self.queue.put(active_request, target=winner.target.name, prefill_s=winner.terms.prefill_s, charge_s=charge_s)
         if is_new:
             self._counters["queued"] += 1
             if len(self.queue.requests) == 1:
                 self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
-        return Enqueue(request.request_id, deadline_s)
+        return Enqueue(request_id)
 
-    def place_queued(self, now: float) -> list[Forward | Refuse]:
-        """Try to send the first queued requests; return an instruction for each that leaves the queue.
+    def place_queued(self, now: float) -> Iterator[Forward | Refuse]:
+        """Try to send the first queued requests; yield an instruction for each that leaves the queue.
 
         A request that has to stay keeps its turn: its prefill counts as waiting time for the requests after it.
         """
         self._tracker.advance(now)
         self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
-        instructions: list[Forward | Refuse] = []
         queued_ahead_s_by_target: defaultdict[str, float] = defaultdict(float)
         for request_id in self.queue.get_next_request_ids(QUEUED_TRIES_MAX):
             if not self._tracker.has_free_target(self._config.queue.enqueue_above_s, now):
@@ -251,21 +237,18 @@ class RequestPlacer:
                 queued_ahead_s_by_target[queued_request.target] += queued_request.prefill_s
             else:
                 self.queue.remove(request_id)
-                instructions.append(instruction)
-        return instructions
+                yield instruction
 
-    def place_expired(self, now: float) -> list[Forward | Refuse]:
+    def place_expired(self, now: float) -> Iterator[Forward | Refuse]:
         """Refuse the queued requests that have reached their deadlines, or send those of the background."""
-        instructions: list[Forward | Refuse] = []
         for active_request in self.queue.pop_expired(now):
             if active_request.request.deadline_s is not None or not active_request.is_background:
-                instructions.append(_refuse_expired(active_request, now))
+                yield _refuse_expired(active_request, now)
                 continue
             self._counters["deadline_forwards"] += 1
             instruction = self.place(active_request, now, may_queue=False)
             assert not isinstance(instruction, Enqueue)
-            instructions.append(instruction)
-        return instructions
+            yield instruction
 
     def next_queue_tick(self) -> float | None:
         """Return when the queue next has something to do; None while it is empty."""

@@ -154,10 +154,11 @@ class RequestQueue:
             return len(lane.lines.get(self._get_line_name(active_request), ())) >= free_places
         return free_places <= 0
 
-    def put(
-        self, active_request: ActiveRequest, *, target: str, prefill_s: float, charge_s: float, deadline_s: float
-    ) -> None:
-        """Queue a request for the worker that is cheapest now (`target`), or change the worker of a queued request."""
+    def put(self, active_request: ActiveRequest, *, target: str, prefill_s: float, charge_s: float) -> None:
+        """Queue a request for the worker that is cheapest now (`target`), or change the worker of a queued request.
+
+        The request waits for its turn until its own deadline, or else for the longest wait of the configuration.
+        """
         request_id, lane = active_request.request.request_id, self._get_lane(active_request)
         queued_request = self.requests.get(request_id)
         if queued_request is not None:
@@ -167,6 +168,11 @@ class RequestQueue:
             queued_request.charge_s = charge_s
             return
         line_name, sort_key = self._get_line_name(active_request), self._make_sort_key(active_request)
+        deadline_s = active_request.request.deadline_s
+        if deadline_s is None:
+            config = self._config
+            max_wait_s = config.background_wait_s_max if active_request.is_background else config.wait_s_max
+            deadline_s = active_request.arrived_s + max_wait_s
         self._arrival_count += 1
         new_request = QueuedRequest(active_request, line_name, sort_key, deadline_s, target, prefill_s, charge_s)
         self.requests[request_id] = new_request

@@ -22,13 +22,13 @@ FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
 
 
 def make_active_request(name: str, tenant: str, number: int) -> ActiveRequest:
-    request = RouteRequest(name, "m", Scope("m"), None, 1, tenant=tenant)
+    request = RouteRequest(name, "m", Scope("m"), None, 1, tenant=tenant, deadline_s=1e9)
     return ActiveRequest(request, float(number), wants_explanation=False, is_background=False)
 
 
 def put_request(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
     request = make_active_request(name, tenant, number)
-    queue.put(request, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9)
+    queue.put(request, target="w", prefill_s=seconds, charge_s=seconds)
 
 
 @given(

@@ -17,8 +17,8 @@ from router.index import make_index
 from router.index.protocol import Scope
 
 
-def make_active_request(name: str, priority: int, arrived_s: float) -> ActiveRequest:
-    request = RouteRequest(name, "m", Scope("m"), None, 1, priority=priority)
+def make_active_request(name: str, priority: int, arrived_s: float, deadline_s: float | None = None) -> ActiveRequest:
+    request = RouteRequest(name, "m", Scope("m"), None, 1, priority=priority, deadline_s=deadline_s)
     return ActiveRequest(request, arrived_s, wants_explanation=False, is_background=False)
 
 
@@ -38,8 +38,8 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         name, now = str(number), i * 0.5
         if operation == "put":
             arrived_s, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
-            request = make_active_request(name, priority, arrived_s)
-            queue.put(request, target=f"w{number % 3}", prefill_s=work / 2, charge_s=work, deadline_s=deadline)
+            request = make_active_request(name, priority, arrived_s, deadline)
+            queue.put(request, target=f"w{number % 3}", prefill_s=work / 2, charge_s=work)
             entries[name] = (priority, work, arrived_s, deadline)
         elif operation == "drop":
             queue.remove(name)

@@ -63,8 +63,12 @@ def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, lin
 class TransferPlanner:
     """Makes the plans of one request: candidates with a transfer, from priced candidates without one."""
 
-    def __init__(self, links: TransferLinks, prompt_tokens: int, now: float) -> None:
+    def __init__(
+        self, links: TransferLinks, prompt_tokens: int, now: float, *, uses_paused_pairs: bool = False
+    ) -> None:
+        """Plan a request at `now`. `uses_paused_pairs`: also between targets where a transfer failed lately."""
         self._links, self._prompt_tokens, self._now = links, prompt_tokens, now
+        self._uses_paused_pairs = uses_paused_pairs
 
     def plan_pulls(self, candidates: Sequence[Candidate], sources: Mapping[Target, int]) -> list[Candidate]:
         """Return the plans in which a target pulls blocks that another one, a source, has cached.
@@ -81,10 +85,10 @@ class TransferPlanner:
 
     def _plan_pull(self, destination: Candidate, source: Target, source_tokens: int) -> Candidate | None:
         """Return the plan in which a target pulls from a source that has `source_tokens` cached; None if it cannot."""
-        target = destination.target
-        if source_tokens <= destination.cached_tokens or self._is_paused(source, target):
+        if source_tokens <= destination.cached_tokens:
             return None
-        transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - destination.resident_tokens)
+        moved_tokens = source_tokens - destination.resident_tokens
+        transfer = self._make_transfer(TransferKind.PULL, source, destination.target, moved_tokens)
         if transfer is None:
             return None
         return msgspec.structs.replace(
@@ -93,27 +97,16 @@ class TransferPlanner:
             plan=TransferPlan(transfer, source, arriving_tokens=source_tokens, arrival_s=transfer.transfer_s),
         )
 
-    def plan_prefills(
-        self, candidates: Sequence[Candidate], priced_sources: Sequence[Candidate], *, uses_paused_pairs: bool = False
-    ) -> list[Candidate]:
+    def plan_prefills(self, candidates: Sequence[Candidate], priced_sources: Sequence[Candidate]) -> list[Candidate]:
         """Return plans in which one target, the source, computes the prompt, and another one the answer.
 
         Each of the best `candidates` for the answer gets plans with its SOURCES_MAX cheapest sources.
-        `uses_paused_pairs`: whether two targets are planned for although a transfer between them failed lately.
         """
         sources = sorted(priced_sources, key=lambda source: source.terms.cost)
         plans: list[Candidate] = []
         for destination in self._find_destinations(candidates):
-            prefills: list[Candidate] = []
-            for source in sources:
-                if len(prefills) == SOURCES_MAX:
-                    break
-                if self._is_paused(source.target, destination.target) and not uses_paused_pairs:
-                    continue
-                prefill = self._plan_prefill(destination, source)
-                if prefill is not None:
-                    prefills.append(prefill)
-            plans += prefills
+            prefills = (self._plan_prefill(destination, source) for source in sources)
+            plans += islice(filter(None, prefills), SOURCES_MAX)
         return plans
 
     def _plan_prefill(self, destination: Candidate, source: Candidate) -> Candidate | None:
@@ -131,9 +124,6 @@ class TransferPlanner:
         )
         return msgspec.structs.replace(destination, cached_tokens=source.cached_tokens, tier_load_s=0.0, plan=plan)
 
-    def _is_paused(self, source: Target, target: Target) -> bool:
-        return self._links.is_paused(source.name, target.name, self._now)
-
     def _find_destinations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates with the lowest prices besides the prefill."""
 
@@ -145,8 +135,10 @@ class TransferPlanner:
         return heapq.nsmallest(SHORTLIST_MAX, takers, key=compute_other_cost)
 
     def _make_transfer(self, kind: TransferKind, source: Target, target: Target, tokens: int) -> Transfer | None:
-        """Return the transfer of some tokens between two targets; None where they do not fit."""
+        """Return the transfer of some tokens between two targets; None if they do not fit or are avoided as a pair."""
         if source is target or not may_transfer(source.transfer_facts, target.transfer_facts, kind):
+            return None
+        if not self._uses_paused_pairs and self._links.is_paused(source.name, target.name, self._now):
             return None
         transfer_s = self._links.estimate(source, target, tokens, self._now).total_s
         return Transfer(kind, source.worker_id, source.rank, tokens, transfer_s)
