@@ -162,9 +162,7 @@ class EventFeed:
         subscription = BoundSubscription(self._context, endpoint, find_source)
         self._bound_subscriptions.append(subscription)
         self._submit(lambda: self._register(subscription, None))
-        bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound_endpoint, bytes)
-        return bound_endpoint.rstrip(b"\0").decode()
+        return subscription.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def get_stream_state(self, stream_id: str) -> StreamState | None:
         """Return the state of a stream; None if it is not followed."""
@@ -244,7 +242,6 @@ class EventFeed:
         self._schedule_read(socket)
 
     def _unwatch(self, socket: Socket) -> None:
-        """Stop reading a socket, before it is closed."""
         self._reader_by_socket.pop(socket, None)
         self._loop.remove_reader(socket.fileno())
 
@@ -323,7 +320,6 @@ class EventFeed:
                 self._handle(stream_id, notice, stream.topic)
 
     def _add(self, source: StreamSource) -> None:
-        """Follow a stream, in place of one with the same id."""
         self._remove(source.stream_id)
         stream = self._stream_by_id[source.stream_id] = FollowedStream(source)
         with self._guard(stream):

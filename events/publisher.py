@@ -343,6 +343,4 @@ def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -
         )
         return endpoint
     socket.bind(endpoint)
-    bound_endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound_endpoint, bytes)
-    return bound_endpoint.rstrip(b"\0").decode().replace("tcp://0.0.0.0:", "tcp://*:")
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).replace("tcp://0.0.0.0:", "tcp://*:")

@@ -167,7 +167,6 @@ def _is_partial_attention(block: ResidentBlock) -> bool:
 
 
 def _copy_with_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
-    """Return the event with these `blocks` instead of its own."""
     return msgspec.structs.replace(
         event,
         block_hashes=[block.name for block in blocks],

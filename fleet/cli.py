@@ -158,7 +158,6 @@ def print_status(status: dict[str, Any]) -> None:
 
 
 def _format_member(member: dict[str, Any]) -> str:
-    """Return the line about a member. `member`: its row in the fleet's status."""
     text = f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  "
     text += f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
     if member["kind"] == "engine":

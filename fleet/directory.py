@@ -301,7 +301,6 @@ class DirectoryActor:
         return self._state.node_by_router_slot.get(member.slot) if member.kind is MemberKind.ROUTER else None
 
     def _adopt_member(self, member: Member) -> None:
-        """Watch a member that an earlier directory process started."""
         try:
             actor = ray.get_actor(member.name, namespace=NAMESPACE)
         except ValueError:
@@ -400,7 +399,6 @@ class DirectoryActor:
         return self._link_by_member[member.name].report
 
     def _list_workers(self) -> list[ListedWorker]:
-        """List the workers that routers should know."""
         return [
             ListedWorker(member.launch.worker_settings, member.phase is not Phase.UP)
             for member in self._state.member_by_name.values()

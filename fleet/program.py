@@ -165,7 +165,6 @@ class ProgramRun:
         self.has_ended.set()
 
     def _forward_output(self) -> None:
-        """Copy the program's output to this process's stderr."""
         assert self.process.stdout is not None
         with self.process.stdout as output:
             for line in output:

@@ -208,7 +208,6 @@ class Cluster:
 
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
-        """Give an arriving request to its router."""
         self.result.arrived_s_by_request[request.index] = self.now
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
@@ -219,7 +218,6 @@ class Cluster:
         self._schedule_tick(router_index)
 
     def _forward(self, placements: Placements) -> None:
-        """Forward requests to the workers that a router has chosen."""
         for item in placements:
             placement = Placement(*item)
             self.result.worker_by_request[placement.request_index] = placement.worker
@@ -303,7 +301,6 @@ class Cluster:
         self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
-        """Schedule the end of a worker's step."""
         wake_s = worker.wake_s
         if wake_s is not None:
             self.schedule(wake_s, lambda: self._wake(worker, wake_s))
@@ -393,7 +390,6 @@ def _make_workers(config: ClusterConfig, block_size: int) -> list[SimWorker]:
 
 
 def _make_shared_cache(workers: Sequence[WorkerConfig]) -> SimCache:
-    """Return a cache as large as those of all workers together."""
     is_infinite = any(worker.cache_blocks is None for worker in workers)
     capacity = None if is_infinite else sum(worker.cache_blocks or 0 for worker in workers)
     return SimCache(capacity, is_shared=True, host_capacity=sum(worker.host_blocks for worker in workers))

@@ -225,7 +225,6 @@ class Dashboard:
             self._add_point()
 
     def _add_point(self) -> None:
-        """Add the sums of the interval to the history."""
         retry_count = self._proxy.core.counters["retried"]
         self._points.append(self._totals.make_point() | {"retried": retry_count - self._retry_count})
         self._retry_count = retry_count

@@ -223,7 +223,6 @@ def _list_state_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 
 def _list_histograms(metrics: Metrics) -> list[Row]:
-    """Return the histograms of times."""
     answer_labels = ("worker", "model", "stream")
     return [
         Row("request_seconds", "Seconds from a complete request to the end of its answer.",

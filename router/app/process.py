@@ -183,14 +183,12 @@ class RouterProcess:
         return routes
 
     def _make_dispatcher(self) -> RequestDispatcher:
-        """Return the object that reads requests for workers and places them."""
         pipeline, discover_model = self.pipeline, self.cluster.fleet.discover_model
         return RequestDispatcher(
             pipeline.proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, discover_model
         )
 
     def _make_app(self, guard: Guard) -> RouterApp:
-        """Return the HTTP application of one address."""
         is_forwarding = not isinstance(self._config, EppConfig)
         return RouterApp(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
 
@@ -216,7 +214,6 @@ class RouterProcess:
         return timers
 
     def _expire_connections(self, now: float) -> None:
-        """Close connections whose clients take too long."""
         for listener in self._listeners:
             listener.expire_connections(now)
 

@@ -202,7 +202,6 @@ class WorkerCheck:
         return Finding(step, False, f"{text}: give the router the worker's, {flag}")
 
     def _report_no_source(self) -> Finding:
-        """Report why no events of the worker are followed."""
         if self._flag.no_events:
             return Finding("events", None, "switched off for this worker (events=none): its cache is guessed")
         host = urlsplit(self._flag.url).hostname
@@ -452,7 +451,6 @@ def _tokenize(request: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[
 
 
 def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """Return the length of the common beginning of two prompts."""
     differing_positions = (i for i, (token_id, other_id) in enumerate(zip(ids, other_ids)) if token_id != other_id)
     return next(differing_positions, min(len(ids), len(other_ids)))
 

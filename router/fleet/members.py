@@ -227,7 +227,6 @@ class Fleet:
         self._context.background.start(run_forever(work, _report_list_error))
 
     async def _poll_all_models(self) -> None:
-        """Ask all workers which models they serve."""
         try:
             slots = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
 

@@ -259,10 +259,8 @@ class PeerSockets:
     def bind(self, endpoint: str) -> None:
         """Publish messages at an endpoint. Raises zmq.ZMQError."""
         self._pub.bind(endpoint)
-        bound_endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound_endpoint, bytes)
         # The socket takes IPv6 too, so ZeroMQ shows an address of IPv4 as [::ffff:127.0.0.1].
-        self.address = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", bound_endpoint.rstrip(b"\0").decode())
+        self.address = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", self._pub.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def connect(self, endpoint: str) -> None:
         """Receive a peer's messages from an endpoint. Raises zmq.ZMQError."""
