@@ -175,7 +175,7 @@ class IndexFeed:
 
     def restart_streams(self, worker_id: str) -> None:
         """Forget the blocks of a worker that died. Its streams start anew from a snapshot or the replay buffer."""
-        streams = self._streams_by_worker.get(worker_id, [])
+        streams = self._streams_by_worker.setdefault(worker_id, [])  # a worker without streams has zeros in the metrics
         for rank, stream in enumerate(streams):
             self._stop_stream(stream)
             successor = stream.make_successor()
