@@ -91,10 +91,7 @@ class CacheState:
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
-        self._release_pins(target, in_flight)
-
-    def _release_pins(self, target: Target, in_flight: Sequence[InFlightRequest]) -> None:
-        """Release all pins of a target: those of ended requests in their grace period, and those of `in_flight`."""
+        # Release its pins: of ended requests in their grace period, and of those in flight.
         for grace_pin in self._grace_pins:
             if grace_pin.holder == target.holder:
                 self._index.unpin(grace_pin.pin)

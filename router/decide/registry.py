@@ -108,23 +108,21 @@ class WorkerRegistry:
         self.apply_worker_changes()
 
     def apply_worker_changes(self) -> None:
-        """Announce new states of workers, and discard all that was derived from the workers before the change."""
-        self._announce_states()
+        """Announce new states of workers, and discard all that was derived from the workers before the change.
+
+        A worker in PROBING stays DOWN to others until a request succeeds there.
+        """
+        for worker in self.workers.values():
+            state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
+            previous_state, worker.announced_state = worker.announced_state, state
+            if state is not previous_state:
+                self.on_state_change(worker, previous_state)
         reachable = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
         self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
         self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
         self._tracker.load_orders.clear()
         self._models = None
-
-    def _announce_states(self) -> None:
-        """Report workers with a new state. A PROBING worker stays DOWN to others until a request succeeds there."""
-        for worker in self.workers.values():
-            state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            previous_state = worker.announced_state
-            if state is not previous_state:
-                worker.announced_state = state
-                self.on_state_change(worker, previous_state)
 
     def update_avoided_workers(self, stalled_workers: Iterable[str], now: float) -> None:
         """Avoid workers that stand still, and those that refused requests until their pauses are over."""

@@ -538,28 +538,22 @@ class LoadTracker:
             return
         target.advance_work_totals(now)
         target.engine_load, target.external_load = engine_load, NO_PEER_LOAD
-        if engine_load is not None:
-            self._engine_reported_at_s[target.name] = now
-            target.external_load = self._estimate_external_load(target, engine_load, in_flight)
         self._merge_peer_load(target)
-
-    def _estimate_external_load(self, target: Target, engine_load: EngineLoad, in_flight: int) -> PeerLoad:
-        """Return the part of an engine's load that comes neither from this router nor from its peers."""
-        load = target.load
+        if engine_load is None:
+            return
+        self._engine_reported_at_s[target.name] = now
+        load, peer_load = target.load, target.peer_load
         known_requests = max(in_flight, load.request_count)  # the report may be older or newer than this count
-        known_kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
-        for peer_load_by_target in self._peer_loads_by_router.values():
-            peer_load = peer_load_by_target.get(target.name, NO_PEER_LOAD)
-            known_requests += peer_load.request_count
-            known_kv_tokens += peer_load.decode_context_tokens
-        return estimate_external_load(
+        held_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
+        target.external_load = estimate_external_load(
             engine_load,
-            known_requests=known_requests,
-            known_kv_tokens=known_kv_tokens,
+            known_requests=known_requests + peer_load.request_count,
+            known_kv_tokens=held_tokens + peer_load.decode_context_tokens,
             capacity=target.capacity,
             prompt_s=target.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0),
             prefill_rate=target.speed.prefill_rate,
         )
+        self._merge_peer_load(target)
 
     def _merge_peer_load(self, target: Target) -> None:
         """Recompute the load that others put on a target: peers of this router, and clients of the engine."""

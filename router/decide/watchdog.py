@@ -108,25 +108,6 @@ class _WorkerAlarms:
         self.unannounced_requests = 0
         """Requests that filled or reused a block while that number stayed the same."""
 
-    def compare_cached_tokens(self, predicted_tokens: int, reported_tokens: int, prompt_tokens: int) -> None:
-        """Add the predicted and the reported cached tokens of a prompt of `prompt_tokens` tokens."""
-        if predicted_tokens or reported_tokens:
-            wrong_tokens = abs(predicted_tokens - reported_tokens)
-            self.cached_tokens.amounts.append((wrong_tokens, max(predicted_tokens, reported_tokens)))
-        self.missing_tokens.amounts.append((max(predicted_tokens - reported_tokens, 0), prompt_tokens))
-
-    def describe_missing_events(self, announced_blocks: int) -> list[str]:
-        """Return [] or the one text "events: ..." if requests filled or reused blocks that no event announced.
-
-        `announced_blocks`: number of blocks that the worker's events have announced by now.
-        """
-        if announced_blocks != self.announced_blocks or self.unannounced_requests < REQUESTS_MIN:
-            return []
-        return [
-            f"events: {self.unannounced_requests} prompts filled or reused blocks since the last block was announced: "
-            "the worker's events are off or do not arrive"
-        ]
-
 
 class Watchdog:
     """Alarms of all workers, from the usage of every finished request."""
@@ -165,7 +146,11 @@ class Watchdog:
             if prompt_tokens is not None:
                 alarms.prompt_lengths.amounts.append((int(counted_tokens != prompt_tokens), 1))
             if cached_tokens is not None:
-                alarms.compare_cached_tokens(predicted_cached_tokens, cached_tokens, counted_tokens)
+                if predicted_cached_tokens or cached_tokens:
+                    wrong_tokens = abs(predicted_cached_tokens - cached_tokens)
+                    alarms.cached_tokens.amounts.append((wrong_tokens, max(predicted_cached_tokens, cached_tokens)))
+                missing_tokens = max(predicted_cached_tokens - cached_tokens, 0)
+                alarms.missing_tokens.amounts.append((missing_tokens, counted_tokens))
             if resident_tokens is not None:
                 has_reused_block = known_cached_tokens > resident_tokens
         uncached_tokens = 0 if prompt_length is None else prompt_length - known_cached_tokens
@@ -191,8 +176,12 @@ class Watchdog:
             return []
         deviation_alarms = (alarms.prompt_lengths, alarms.cached_tokens, alarms.missing_tokens)
         texts = [text for alarm in deviation_alarms for text in alarm.describe()]
-        if expects_events:
-            texts += alarms.describe_missing_events(self.count_stored_blocks(worker_id))
+        has_many_unannounced = alarms.unannounced_requests >= REQUESTS_MIN
+        if expects_events and has_many_unannounced and self.count_stored_blocks(worker_id) == alarms.announced_blocks:
+            texts.append(
+                f"events: {alarms.unannounced_requests} prompts filled or reused blocks since the last block was "
+                "announced: the worker's events are off or do not arrive"
+            )
         return texts
 
     def list_event_alarms(self, worker_id: str) -> list[str]:
