@@ -334,7 +334,10 @@ class Exchange:
         """
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
-            if self._retry_without_prefill():
+            can_compute_alone = not self._prefill.needs_partner
+            self._drop_prefill("error", "the decode failed")
+            if can_compute_alone:
+                self._start_attempt()
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if head.status == 403 and self._pull is not None:
@@ -343,15 +346,6 @@ class Exchange:
             self._start_attempt()
             return True
         return failure_kind is not None and self._try_other_worker(failure_kind, head)
-
-    def _retry_without_prefill(self) -> bool:
-        """Have the chosen worker compute the prompt itself, as it could not fetch the KV; return False if it cannot."""
-        prefill = self._prefill
-        self._drop_prefill("error", "the decode failed")
-        if prefill is None or prefill.needs_partner:
-            return False
-        self._start_attempt()
-        return True
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
         """Report a failed attempt, and do what the core decides; return False if it has no other worker."""
@@ -465,22 +459,18 @@ class Exchange:
         """
         head, self._connection = self._response_head, None
         if head is not None:
-            self._end_with_connection(head, reason)
+            try:
+                head.body.finish()  # raises unless the body may end with the connection
+            except ProtocolError as error:
+                self._handle_broken_response(f"{reason}: {error}")
+            else:
+                self._complete(head, reusable=False)
         elif is_stale:
             if self._prefill is not None:
                 self._prefill.is_decode_sent = False  # the worker did not read the request, so it fetched no KV
             self._start_attempt(is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
-
-    def _end_with_connection(self, head: ResponseHead, reason: str) -> None:
-        """Complete the answer if its body may end with the connection; else handle it as broken off."""
-        try:
-            head.body.finish()
-        except ProtocolError as error:
-            self._handle_broken_response(f"{reason}: {error}")
-        else:
-            self._complete(head, reusable=False)
 
     @property
     def last_progress_at_s(self) -> float | None:

@@ -101,7 +101,7 @@ class MissReasonsRecorder:
                     for key in conversation_keys:
                         watches.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
-            self._record_crash(error)
+            self._proxy.metrics.record_crash("reasons", error)
 
     def describe_request(self, name: str) -> dict[str, Any] | None:
         """Return why a request's prompt was not cached, with the costs of its worker and of the best cached one."""
@@ -163,7 +163,7 @@ class MissReasonsRecorder:
                 result = self.analyzer.record_compared(prompt, placement, self._facts)
             context.miss_analysis = result
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
-            self._record_crash(error)
+            self._proxy.metrics.record_crash("reasons", error)
 
     def _on_end(self, context: RequestContext) -> None:
         """Record the usage of a complete answer."""
@@ -177,9 +177,6 @@ class MissReasonsRecorder:
         if context.is_logged:
             fields = render_explanation(explanation or request.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
-
-    def _record_crash(self, error: Exception) -> None:
-        self._proxy.metrics.record_crash("reasons", error)
 
     # Inputs of the analyzer ------------------------------------------------------------------------------------------
 

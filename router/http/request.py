@@ -239,19 +239,16 @@ class RequestParser:
 
     def _take_head(self) -> bytes | None:
         """Return the bytes of the next head, and go behind it; None if its end has not come. Raises BadRequest."""
-        max_bytes = self._limits.head_bytes_max
-        if self._head_buffer:
-            return self._take_split_head(max_bytes)
         start = self._position
-        head_end = self._unread_data.find(_HEAD_END, start, start + max_bytes)
-        if head_end < 0:
-            return self._take_split_head(max_bytes)
+        head_end = self._unread_data.find(_HEAD_END, start, start + self._limits.head_bytes_max)
+        if head_end < 0 or self._head_buffer:
+            return self._take_split_head()
         self._position = head_end + len(_HEAD_END)
         return self._unread_data[start : self._position]
 
-    def _take_split_head(self, max_bytes: int) -> bytes | None:
+    def _take_split_head(self) -> bytes | None:
         """Add unread bytes to a head that comes in several reads; return it if it is complete. Raises BadRequest."""
-        buffer = self._head_buffer
+        buffer, max_bytes = self._head_buffer, self._limits.head_bytes_max
         old_bytes = len(buffer)
         buffer += self._unread_data[self._position : self._position + max_bytes + 1 - old_bytes]
         search_start = max(0, old_bytes - len(_HEAD_END) + 1)  # the first bytes of its end may have come before

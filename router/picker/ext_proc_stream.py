@@ -240,8 +240,10 @@ class ExtProcStream:
         `body`: an `HttpBody` message of Envoy. Raises RequestError for a body that is too long.
         """
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
-        if self.phase is not Phase.BODY:
-            self._pass_request_body()
+        if self.phase is not Phase.BODY:  # the choice was made by the head alone, so the body passes
+            if self._request_mode in (DUPLEX, BUFFERED):  # then the choice waited for the whole body
+                raise UnexpectedMessage("a request's body after its end")
+            self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
             return
         assert self.request is not None
         body_bytes = self._body.byte_count + len(body.body)
@@ -252,12 +254,6 @@ class ExtProcStream:
         is_last = body.end_of_stream or body.end_of_stream_without_message
         if is_last or self._request_mode == BUFFERED:  # a buffered body comes in one message
             self._complete(self.request)
-
-    def _pass_request_body(self) -> None:
-        """Have Envoy forward a part of the body, which comes after the choice that was made by the head alone."""
-        if self._request_mode in (DUPLEX, BUFFERED):  # then the choice waited for the whole body
-            raise UnexpectedMessage("a request's body after its end")
-        self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
 
     def _handle_request_trailers(self) -> None:
         self._expect_phase("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
