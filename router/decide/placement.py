@@ -63,29 +63,44 @@ class RequestPlacer:
         """Return the record of a new request."""
         return ActiveRequest(request, now, wants_explanation, request.priority >= self._background_priority)
 
-    def place(
+    def place(self, active_request: ActiveRequest, now: float) -> Forward | Enqueue | Refuse:
+        """Send a request to a worker, queue it or refuse it: a new request, or one with a failed attempt."""
+        return self._place(active_request, self._find_prefill_ahead(active_request), now, may_overtake=False)
+
+    def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
+        """Return the worker that `place` would choose for a new request, with the terms of every candidate."""
+        active_request = self.make_active_request(request, now, wants_explanation=True)
+        choice = self._choose_worker(active_request, self._find_prefill_ahead(active_request), now)
+        return choice if isinstance(choice, Refuse) else self._make_decision(active_request, choice, now)
+
+    def _find_prefill_ahead(self, active_request: ActiveRequest) -> Mapping[str, float]:
+        """Return the prefill seconds of queued requests that have their turn before a request, by target."""
+        has_to_wait = self._queues_when_busy and bool(self.queue.requests)
+        return self.queue.compute_prefill_ahead(active_request) if has_to_wait else {}
+
+    def _place(
         self,
         active_request: ActiveRequest,
+        queued_ahead_s: Mapping[str, float],
         now: float,
         *,
-        queued_ahead_s: Mapping[str, float] | None = None,
+        may_overtake: bool = True,
         may_queue: bool = True,
     ) -> Forward | Enqueue | Refuse:
         """Choose a worker for a request, and send the request there, queue it, or refuse it.
 
-        `queued_ahead_s`: prefill seconds of the queued requests that will be sent before this one, by target. They are
-        given for a queued request that has its turn, and None for a new one. Without `may_queue` the request is sent or
+        `queued_ahead_s`: prefill seconds by target that will be sent before this request and that count as its wait.
+        Without `may_overtake`, the request is queued if there are any at its target. Without `may_queue`, it is sent or
         refused.
         """
-        is_its_turn = queued_ahead_s is not None
-        choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, waits_behind_queue=may_queue)
+        choice = self._choose_worker(active_request, queued_ahead_s, now, may_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
         if not active_request.failed_attempts:
             refusal = self._apply_ttft_limit(active_request, choice, now)
             if refusal is not None:
                 return refusal
-        if may_queue and self._must_wait(active_request, choice, now, is_its_turn=is_its_turn):
+        if may_queue and self._must_wait(active_request, choice, now, may_overtake=may_overtake):
             return self._enqueue(active_request, choice, now)
         self.queue.record_sent(active_request, _compute_charge_s(active_request, choice))
         decision = self._make_decision(active_request, choice, now)
@@ -94,35 +109,20 @@ class RequestPlacer:
         self._counters["routed"] += 1
         return Forward(decision.request_id, decision)
 
-    def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
-        """Return the worker that `place` would choose for a new request, with the terms of every candidate."""
-        active_request = self.make_active_request(request, now, wants_explanation=True)
-        choice = self._choose_worker(active_request, now)
-        return choice if isinstance(choice, Refuse) else self._make_decision(active_request, choice, now)
-
     def _choose_worker(
-        self,
-        active_request: ActiveRequest,
-        now: float,
-        *,
-        queued_ahead_s: Mapping[str, float] | None = None,
-        waits_behind_queue: bool = True,
+        self, active_request: ActiveRequest, queued_ahead_s: Mapping[str, float], now: float, *, may_queue: bool = True
     ) -> RoutingChoice | Refuse:
         """Price the workers that can serve a request and choose one; return a refusal if there is none.
 
-        `waits_behind_queue`: the request may not overtake queued requests, so their prefills count as waiting time.
-        `queued_ahead_s`: these prefill seconds, by target; None: look them up.
+        With `may_queue`, a background request gets an idle worker, if there is one.
         """
         self._tracker.advance(now)
         request = active_request.request
         candidates = self._registry.find_candidates(request, active_request.excluded_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if waits_behind_queue and active_request.is_background:  # only idle workers, if there are any
+        if may_queue and active_request.is_background:
             candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
-        if queued_ahead_s is None:
-            waits_behind_others = waits_behind_queue and self._queues_when_busy and bool(self.queue.requests)
-            queued_ahead_s = self.queue.compute_prefill_ahead(active_request) if waits_behind_others else {}
         choice = self._chooser.choose(
             request,
             candidates,
@@ -156,7 +156,7 @@ class RequestPlacer:
         return _refuse_slow(active_request.request.request_id, choice.winner.terms, max_ttft_s)
 
     def _must_wait(
-        self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_its_turn: bool
+        self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, may_overtake: bool
     ) -> bool:
         """Return whether a request has to wait in the queue although a worker was chosen for it.
 
@@ -171,7 +171,7 @@ class RequestPlacer:
             return self.queue.waiting_count > 0 or not all(self._is_idle(target, now) for target in computing_targets)
         if not self._queues_when_busy:
             return False
-        would_overtake = not is_its_turn and choice.winner.queued_ahead_s > 0.0
+        would_overtake = not may_overtake and choice.winner.queued_ahead_s > 0.0
         return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
 
     def _is_idle(self, target: Target, now: float) -> bool:
@@ -232,7 +232,7 @@ class RequestPlacer:
             if not self._tracker.has_free_target(self._config.queue.enqueue_above_s, now):
                 break  # every worker is busy, so that all further requests would stay too
             queued_request = self.queue.requests[request_id]
-            instruction = self.place(queued_request.active_request, now, queued_ahead_s=queued_ahead_s_by_target)
+            instruction = self._place(queued_request.active_request, queued_ahead_s_by_target, now)
             if isinstance(instruction, Enqueue):
                 queued_ahead_s_by_target[queued_request.target] += queued_request.prefill_s
             else:
@@ -246,7 +246,7 @@ class RequestPlacer:
                 yield _refuse_expired(active_request, now)
                 continue
             self._counters["deadline_forwards"] += 1
-            instruction = self.place(active_request, now, may_queue=False)
+            instruction = self._place(active_request, {}, now, may_queue=False)
             assert not isinstance(instruction, Enqueue)
             yield instruction
 
