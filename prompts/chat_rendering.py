@@ -166,13 +166,11 @@ def remove_billing_line(content: Any) -> Any:
 
 def _is_list_of_texts(content: Any) -> TypeGuard[list[Any]]:
     """Return whether a content is a list of parts that are plain texts, without media and references to tools."""
-    return isinstance(content, list) and all(_is_plain_text(part) for part in content)
-
-
-def _is_plain_text(part: Any) -> bool:
-    if isinstance(part, dict):
-        return str(part.get("type", "text")) in TEXT_PARTS and not _is_tool_reference(part)
-    return isinstance(part, str)
+    plain_types = TEXT_PARTS.keys() - {"tool_reference"}
+    return isinstance(content, list) and all(
+        str(part.get("type", "text")) in plain_types if isinstance(part, dict) else isinstance(part, str)
+        for part in content
+    )
 
 
 def _convert_content(content: Any, content_format: ContentFormat) -> str | list[Message]:
