@@ -24,7 +24,7 @@ from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
 from engine.http.request_body import receive_body
-from engine.http.state import ServerState
+from engine.http.state import STATE, ServerState
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.process.client import OutputStream
@@ -40,7 +40,6 @@ from prompts import ChatRequest, RequestError
 
 log = logging.getLogger("engine.server")
 
-STATE = web.AppKey("state", ServerState)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ID_PREFIX_BY_API = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_", "responses": "resp_"}
 KEEPALIVE_COMMENT_S = 5.0
@@ -60,7 +59,7 @@ SMALL_WRITE_BYTES = 32 << 10
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Answer `POST /v1/responses`, which may continue a stored response or refer to items of stored responses."""
     state = request.app[STATE]
-    body = await receive_body(request, state.config.body_timeout_s)
+    body = await receive_body(request)
     previous_messages: bytes | None = None
     items: dict[str, bytes] = {}
     # Few bodies refer to anything. Looking for the words is much cheaper than parsing every body twice.
@@ -86,7 +85,7 @@ async def generate(
     """
     state = request.app[STATE]
     tenant = state.get_tenant(request)
-    body = await receive_body(request, state.config.body_timeout_s)
+    body = await receive_body(request)
     with state.reserve_admission():  # a request that is being parsed counts as waiting until it is submitted
         parsed_request = await state.reader.read(parse, body, extra_bytes=extra_bytes, tenant=tenant)
         state.check_model(parsed_request.body.model)

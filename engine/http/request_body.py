@@ -6,11 +6,12 @@ import asyncio
 
 from aiohttp import web
 
+from engine.http.state import STATE
 from prompts import RequestError
 from prompts.errors import format_value
 
 
-async def receive_body(request: web.Request, timeout_s: float) -> bytes:
+async def receive_body(request: web.Request) -> bytes:
     """Return the body of a request. Raises RequestError if it cannot be read.
 
     The status is 408 if the body is late, 400 if the client disconnects, and 415 for a compressed body, because a few
@@ -22,6 +23,7 @@ async def receive_body(request: web.Request, timeout_s: float) -> bytes:
     has_arrived = not request.can_read_body or request.content.is_eof()
     if has_arrived:
         return await request.read()
+    timeout_s = request.app[STATE].config.body_timeout_s
     try:
         return await asyncio.wait_for(request.read(), timeout_s)
     except asyncio.TimeoutError:

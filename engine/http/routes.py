@@ -10,9 +10,9 @@ from aiohttp import web
 
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
-from engine.http.generate import STATE
 from engine.http.metrics import collect_families
 from engine.http.request_body import receive_body
+from engine.http.state import STATE
 from events.sources import encode_sources
 from options.metrics import TEXT_FORMAT, render_metrics
 from prompts import field_error
@@ -110,8 +110,6 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def parse_and_respond(request: web.Request, *, parse: BodyParser[tuple[str | None, bytes]]) -> web.Response:
     """Answer a request by its body alone. `parse` returns the requested model and the answer."""
     state = request.app[STATE]
-    model, answer = await state.reader.read(
-        parse, await receive_body(request, state.config.body_timeout_s), tenant=state.get_tenant(request)
-    )
+    model, answer = await state.reader.read(parse, await receive_body(request), tenant=state.get_tenant(request))
     state.check_model(model)
     return web.Response(body=answer, content_type=_JSON)

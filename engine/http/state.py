@@ -146,6 +146,10 @@ class ServerState:
         return format(next(self._request_numbers), "x")
 
 
+STATE = web.AppKey("state", ServerState)
+"""Key of the state in the HTTP application."""
+
+
 def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, has_transfers: bool) -> ModelLimits:
     """Return the properties of the loaded model by which request bodies are validated, such as its context length."""
     call_format, reasoning_format = resolve_formats(

@@ -11,9 +11,8 @@ import msgspec
 from aiohttp import web
 
 from engine.http.body_workers import finish_uncancelled
-from engine.http.generate import STATE
 from engine.http.request_body import receive_body
-from engine.http.state import ServerState
+from engine.http.state import STATE, ServerState
 from prompts import RequestError, bad_value
 from prompts.schemas import decode_json
 
@@ -61,7 +60,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
     be `reload_weights`, which returns nothing.
     """
     state = request.app[STATE]
-    body: RpcBody = decode_json(_rpc_decoder, await receive_body(request, state.config.body_timeout_s))
+    body: RpcBody = decode_json(_rpc_decoder, await receive_body(request))
     if body.method != "reload_weights" or body.args:
         raise bad_value("method", body.method, "reload_weights, without args")
     path = body.kwargs.get("weights_path")

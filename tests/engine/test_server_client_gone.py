@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, web
 
-from engine.http.generate import STATE
 from engine.http.server import handle_errors
+from engine.http.state import STATE
 
 
 async def _leave_early(request: web.Request) -> web.StreamResponse:

@@ -19,10 +19,10 @@ from aiohttp import ClientSession, web
 from engine.config import ServerConfig
 from engine.http import server
 from engine.http.api_keys import ApiKeys
-from engine.http.generate import STATE, ChoiceUpdater
+from engine.http.generate import ChoiceUpdater
 from engine.http.metrics import RequestClock, ServerMetrics
 from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
-from engine.http.state import ServerState
+from engine.http.state import STATE, ServerState
 from engine.http.weights import resolve_weights_folder, sleep
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_generation
