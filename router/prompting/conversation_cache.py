@@ -45,7 +45,7 @@ _DECODED_BYTES_PER_BYTE = 4
 """Memory of decoded JSON for each of its bytes."""
 
 
-def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
+def is_cacheable(kind: ApiKind, body_bytes: int) -> bool:
     """Return whether the conversation of a body of this size may be cached."""
     return kind in ("chat", "messages") and BODY_BYTES_MIN <= body_bytes <= BODY_BYTES_MAX
 

@@ -67,7 +67,7 @@ class ConversationReader:
         renderer = self._renderers.get(model)
         return renderer if renderer is not None and renderer.template.is_bounded else None
 
-    def may_have(self, kind: ApiKind | None, body_bytes: int) -> bool:
+    def may_have(self, kind: ApiKind, body_bytes: int) -> bool:
         """Whether a body of this size may continue a cached conversation."""
         return bool(self._renderers) and is_cacheable(kind, body_bytes)
 

@@ -132,12 +132,13 @@ class BodyToRead(msgspec.Struct, frozen=True, eq=False):
 class ParsedBody(msgspec.Struct, eq=False):
     """A client's request body after it was parsed, with the token ids of its prompt.
 
-    A body that was parsed whole in this process has `fields`. If a worker process parsed it, it has `spans`, and the
-    request lacks the prompt. If it continues a cached conversation, it has a `continuation` with the new messages.
+    There are three kinds of bodies. One that was parsed whole in this process has `fields`. One that a worker process
+    parsed has `spans`, and its request lacks the prompt. One that continues a cached conversation has a `continuation`,
+    and its request lacks the messages that are cached.
     """
 
     request: RoutingRequest
-    """Fields by which the request is routed, without the cached messages if there is a `continuation`."""
+    """Fields by which the request is routed."""
     prompt: TokenizedPrompt
     body: bytes = b""
     """The whole body if `prompt.conversation` is to be cached, else empty."""
@@ -150,7 +151,7 @@ class ParsedBody(msgspec.Struct, eq=False):
     first_message_digest: int | None = None
     """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
-    """The prompt as continued from a cached conversation."""
+    """The new messages, and the cached conversation that they continue."""
 
     def get_outline(self) -> Outline | None:
         """Return fingerprints of the messages; None if the body is no chat, or if its messages could not be read."""

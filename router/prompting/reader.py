@@ -84,9 +84,8 @@ class PromptReader:
 
         The ids of a cached conversation are used, unless `needs_opening`. Raises RequestError for a malformed body.
         """
-        kind = body_to_read.kind
-        may_continue = kind is not None and self.conversations.may_have(kind, body_to_read.byte_count)
-        if kind is None or not may_continue or body_to_read.needs_opening:
+        kind, needs_opening = body_to_read.kind, body_to_read.needs_opening
+        if kind is None or needs_opening or not self.conversations.may_have(kind, body_to_read.byte_count):
             return self._begin_whole_read(body_to_read)
         data = body_to_read.join()
         matches = self.conversations.cache.find(kind, data)
