@@ -178,15 +178,25 @@ def checkpoint_of_the_block_before(patch: Patch) -> None:
     patch.setattr(StateCheckpoints, "reserve_checkpoint", reserve)
 
 
-def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
-    real = StateCheckpoints.create_state
+def checkpoint_unpinned_while_its_copy_is_allocated(patch: Patch) -> None:
+    """Later the copy is planned, and steps do copies in the order of planning, before they write anything."""
+    real = StateCheckpoints._resume_on_device
 
-    def create_state(self: StateCheckpoints, seq: Any, node: Any, **options: bool) -> Any:
-        loads = real(self, seq, node, **options)
-        self._release_source(self._state_by_sequence[seq])
-        return loads
+    def resume(self: StateCheckpoints, seq: Any, checkpoint: Any, *, has_room_for_copy: bool) -> None:
+        allocate_state = self._allocate_state
 
-    patch.setattr(StateCheckpoints, "create_state", create_state)
+        def allocate_unpinned() -> Any:
+            self._pool.release(checkpoint)
+            block = allocate_state()
+            self._pool.acquire(checkpoint)
+            return block
+
+        if has_room_for_copy and checkpoint.ref_count == 0:
+            self._allocate_state = allocate_unpinned  # type: ignore[method-assign]
+        real(self, seq, checkpoint, has_room_for_copy=has_room_for_copy)
+        self._allocate_state = allocate_state  # type: ignore[method-assign]
+
+    patch.setattr(StateCheckpoints, "_resume_on_device", resume)
 
 
 def failed_step_trusted(patch: Patch) -> None:
@@ -389,7 +399,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     window_table_filler_released,
     state_not_needed_for_a_hit,
     checkpoint_of_the_block_before,
-    checkpoint_unpinned_while_it_is_restored,
+    checkpoint_unpinned_while_its_copy_is_allocated,
     failed_step_trusted,
     hash_believed,
     hash_believed_below_any_parent,
