@@ -14,7 +14,7 @@ import msgspec
 from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
-from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
+from engine.protocol.params import ModelLimits, make_sampling_params, read_answered_tokens
 from engine.protocol.parsed_request import ParsedRequest
 from engine.types import Constraint, KVSource, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
@@ -129,7 +129,7 @@ def make_generation(
         n=body.n or 1,
         choices=choices,
         requests=requests,
-        is_prompt_only=parsed_request.is_prompt_only or is_echo_only_request(body),
+        is_prompt_only=parsed_request.is_prompt_only,
     )
 
 

@@ -16,7 +16,7 @@ from engine.output.choice import PLAIN_TEXT_CONFIG
 from engine.output.formats import REASONING_FORMATS, ReasoningState, initial_reasoning_state
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
-from engine.protocol.params import ModelLimits, check_prompt
+from engine.protocol.params import ModelLimits, check_prompt, is_echo_only_request
 from engine.protocol.support import check_supported, refuse_media
 from engine.structured_output.constraint import (
     EncodedConstraint,
@@ -98,7 +98,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     response_context: ResponseContext | None = None
     """Fields of a `/v1/responses` request that its answer needs; None for other APIs."""
     is_prompt_only: bool = False
-    """Whether the prompt is to be cached and not answered."""
+    """Whether the prompt is only to be cached or echoed, and not answered."""
     kv_source: RemoteKVSource | None = None
     """Engine from which cached blocks may be fetched. The source's signature is not checked yet."""
 
@@ -384,6 +384,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
         body=_strip_large_fields(body, prompt=""),
         prompts=prompts,
         api="completion",
+        is_prompt_only=is_echo_only_request(body),
         prompt_texts=prompt_texts,
         constraint=build_constraint(body, limits),
         kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,

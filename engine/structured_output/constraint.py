@@ -112,7 +112,7 @@ def make_scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
     call_format: str | None,
-    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
+    grammars: Mapping[str, ClientTool],
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 

@@ -25,7 +25,7 @@ from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.logprobs import LOGPROB_FLOOR
-from engine.protocol.params import ModelLimits
+from engine.protocol.params import ModelLimits, is_echo_only_request
 from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
@@ -59,7 +59,7 @@ def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def generate(body: ChatRequest | CompletionRequest) -> Generation:
-    parsed_request = ParsedRequest(body, [PROMPT])
+    parsed_request = ParsedRequest(body, [PROMPT], is_prompt_only=is_echo_only_request(body))
     return make_generation(parsed_request, id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
 
 
