@@ -194,14 +194,10 @@ class Scheduler:
             if is_shortest_first:
                 self._admit_waiting(draft, entry)
             if draft.prefill_budget >= min_tokens and entry.seq in self.cache:
-                self._continue_prefill(entry, draft)
+                chunk = self._make_chunk(entry.seq, draft)
+                if self._grow_or_preempt(entry, chunk.end, draft):
+                    draft.add(entry, chunk)
         draft.skipped_count = 0  # this step may compute the prefixes for which requests were skipped
-
-    def _continue_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
-        """Add a chunk of a prompt that was begun."""
-        chunk = self._make_chunk(entry.seq, draft)
-        if self._grow_or_preempt(entry, chunk.end, draft):
-            draft.add(entry, chunk)
 
     def _make_chunk(self, seq: Sequence, draft: StepDraft) -> Chunk:
         """Return the next chunk of a prompt, of which the step's budget and planned checkpoints bound the end."""
@@ -275,9 +271,11 @@ class Scheduler:
 
         If requests wait only because `max_num_seqs` are running, the tokens of a full step are counted.
         """
-        work_tokens = max(0, self.config.max_num_batched_tokens - draft.decode_count - draft.prefill_budget)
-        if self._waiting_queue and len(self._requests.running) >= self.config.max_num_seqs:
-            work_tokens = max(work_tokens, self.config.count_full_prefill_work(draft.decode_count))
+        config = self.config
+        prompt_tokens_max = config.max_num_batched_tokens - draft.decode_count
+        work_tokens = max(0, prompt_tokens_max - draft.prefill_budget)
+        if self._waiting_queue and len(self._requests.running) >= config.max_num_seqs:
+            work_tokens = max(work_tokens, min(prompt_tokens_max, config.target_prefill_tokens or prompt_tokens_max))
         self._waiting_queue.add_work(work_tokens)
 
     def _finish_draft(self, draft: StepDraft) -> StepPlan:

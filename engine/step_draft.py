@@ -31,11 +31,6 @@ class SchedulerConfig:
         assert 1 <= self.max_num_seqs <= self.max_num_batched_tokens, "every running sequence needs a token in a step"
         assert self.max_model_len >= 1
 
-    def count_full_prefill_work(self, decode_count: int) -> int:
-        """Return the prompt tokens of a step that also decodes `decode_count` sequences, if enough prompts wait."""
-        prefill_budget = self.max_num_batched_tokens - decode_count
-        return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
-
 
 @dataclass(slots=True)
 class StepDraft:
