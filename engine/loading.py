@@ -89,16 +89,10 @@ def _load_first_rank(config: EngineConfig, folder: Path, leader: Leader | None) 
         leader.await_loaded(device)
     host_unit_count = count_host_units(config, rank.spec)
     unit_count = size_cache(config, rank, all_reduce_min)
-    model_on_all_ranks = LoadedModel(config, rank, folder, unit_count, leader)
-    return _make_executor(config, rank, model_on_all_ranks, host_unit_count)
-
-
-def _make_executor(config: EngineConfig, rank: RankModel, model: LoadedModel, host_unit_count: int) -> Executor:
-    """Collect a loaded model and the sizes of its KV cache and its steps. `rank`: the part of the model on rank 0."""
     return Executor(
-        model=model,
+        model=LoadedModel(config, rank, folder, unit_count, leader),
         cache_spec=rank.spec,
-        unit_count=model.unit_count,
+        unit_count=unit_count,
         max_model_len=rank.max_model_len,
         vocab_size=rank.model.config.vocab_size,
         dtype=str(rank.dtype).removeprefix("torch."),
