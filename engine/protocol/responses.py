@@ -8,13 +8,13 @@ length limit ended the answer, or response.failed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from engine.output.choice import Choice
-from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
+from engine.output.content_blocks import BlockEvent, BlockKind, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
 from engine.protocol.logprobs import LogprobFormatter, join_json_list
@@ -105,8 +105,10 @@ class ResponsesFormatter:
             return self._format_block_start(event.block)
         if event.action == "stop":
             return self._format_block_end(event.block)
-        logprobs = self._place_text_logprobs(event.block) if event.block.kind == "text" else []
-        return self._format_text_event("delta", event.block, {"delta": event.text}, logprobs)
+        fields: JsonObject = {"delta": event.text}
+        if event.block.kind == "text":
+            fields["logprobs"] = join_json_list(self._place_text_logprobs(event.block))
+        return self._format_text_event("delta", event.block, fields)
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
         item = self._make_item(block, "in_progress")
@@ -118,27 +120,23 @@ class ResponsesFormatter:
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
         """Return the events that end a block: of its text or input, then of its item."""
-        if block.kind == "call":
-            fields = {"name": self._get_client_tool(block).name, "arguments": block.text}
-        else:
-            fields = {"input" if block.kind == "custom_call" else "text": block.text}
-        events = self._format_text_event("done", block, fields)
+        text = block.text
+        fields_by_kind: dict[BlockKind, JsonObject] = {
+            "reasoning": {"text": text},
+            "text": {"text": text, "logprobs": []},  # as with vLLM: the item has them
+            "call": {"name": self._get_client_tool(block).name, "arguments": text},
+            "custom_call": {"input": text},
+        }
+        events = self._format_text_event("done", block, fields_by_kind[block.kind])
         if block.kind == "text":
-            part = _make_text_part(block.text, logprobs=[])
+            part = _make_text_part(text, logprobs=[])
             events += self._format_event("response.content_part.done", **self._locate(block), part=part)
         is_cut = self._choice.finish_reason == "length" and block is self._blocks.blocks[-1]
         item = self._make_item(block, "incomplete" if is_cut else "completed")
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
-    def _format_text_event(
-        self, name_ending: str, block: ContentBlock, fields: JsonObject, logprobs: Sequence[bytes] = ()
-    ) -> bytes:
-        """Return an event about the text, the arguments or the input of a block.
-
-        `logprobs`: those of new text. The event at the text's end has none, as with vLLM: its item repeats them.
-        """
-        if block.kind == "text":
-            fields["logprobs"] = join_json_list(logprobs)
+    def _format_text_event(self, name_ending: str, block: ContentBlock, fields: JsonObject) -> bytes:
+        """Return an event about the text, the arguments or the input of a block."""
         return self._format_event(f"{_EVENT_NAMES[block.kind]}.{name_ending}", **self._locate(block), **fields)
 
     def _place_text_logprobs(self, block: ContentBlock) -> list[bytes]:
