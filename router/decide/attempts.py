@@ -38,7 +38,11 @@ class TransferTiming(msgspec.Struct, eq=False):
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """One try of a request at a worker, to which KV of the prompt may come from another worker."""
+    """One try of a request at a worker, to which KV of the prompt may come from another worker, the source.
+
+    A source that has the KV cached sends it at once. Another source computes the prompt first, which is the attempt's
+    prefill leg, and sends the KV then. If the transfer fails, the worker of the attempt computes the prompt itself.
+    """
 
     decision: Decision
     in_flight: InFlightRequest

@@ -102,7 +102,8 @@ class RequestPlacer:
                 return refusal
         if may_queue and self._must_wait(active_request, choice, now, may_overtake=may_overtake):
             return self._enqueue(active_request, choice, now)
-        self.queue.record_sent(active_request, _compute_charge_s(active_request, choice))
+        if self.queue.requests:
+            self.queue.record_sent(active_request, _compute_charge_s(active_request, choice))
         decision = self._make_decision(active_request, choice, now)
         self._attempts.begin_attempt(active_request, choice, decision, now)
         self._chooser.commit(choice, now)

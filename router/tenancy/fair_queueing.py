@@ -52,18 +52,14 @@ class StartTimeFairQueueing:
 
     def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
         """Yield request ids in the order in which they would be sent, from queues of (request id, seconds)."""
-        streams = [
-            _list_send_times(self.get_served_s(name), number, requests)
-            for number, (name, requests) in enumerate(requests_by_queue.items())
-        ]
+
+        def list_send_times(number: int, name: str) -> Iterator[tuple[float, int, str]]:
+            """Yield (served seconds of the queue when it sends the request, number of the queue, request id)."""
+            served_s = self.get_served_s(name)
+            for request_id, request_s in requests_by_queue[name]:
+                yield served_s, number, request_id
+                served_s += request_s
+
+        streams = [list_send_times(number, name) for number, name in enumerate(requests_by_queue)]
         for _, _, request_id in heapq.merge(*streams):
             yield request_id
-
-
-def _list_send_times(
-    served_s: float, queue_number: int, requests: Iterable[tuple[str, float]]
-) -> Iterator[tuple[float, int, str]]:
-    """Yield (served seconds of the queue when it sends the request, number of the queue, request id)."""
-    for request_id, request_s in requests:
-        yield served_s, queue_number, request_id
-        served_s += request_s
