@@ -172,7 +172,12 @@ class RequestReader:
             name = self._resolve_alias(self.model_names, requested_name, body_request, headers)
         if name is None:
             name = self._core.registry.find_default_model(headers.worker)
-        context.model = self._resolve_model(name, is_renamed=bool(requested_name) and name != body_request.model)
+        is_renamed = bool(requested_name) and name != body_request.model
+        base, lora, tokens_max = name, None, None  # of a model that no worker serves, which the core refuses later
+        served_model = self._core.resolve_model(name)
+        if served_model is not None:
+            base, lora, tokens_max = served_model.base, served_model.lora, served_model.max_model_len
+        context.model = ResolvedModel(name, base, lora, tokens_max, is_renamed)
         return context.model
 
     def _resolve_alias(
@@ -247,13 +252,6 @@ class RequestReader:
             deadline_s=None if headers.deadline_ms is None else context.started_at_s + headers.deadline_ms / 1000.0,
             ttft_s_max=None if headers.ttft_ms is None else headers.ttft_ms / 1000.0,
         )
-
-    def _resolve_model(self, name: str, *, is_renamed: bool) -> ResolvedModel:
-        """Return the model of this name, with its base and LoRA adapter if a worker serves it."""
-        served_model = self._core.resolve_model(name)
-        if served_model is None:  # the core refuses it later
-            return ResolvedModel(name, name, is_renamed=is_renamed)
-        return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
 
 
 async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ParsedBody]) -> None:
