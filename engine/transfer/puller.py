@@ -197,7 +197,8 @@ class Puller:
             batch_bytes = self._count_bytes(queues.waiting[0])
             if queues.unstored_bytes and queues.unstored_bytes + batch_bytes > PULL_BYTES_MAX:
                 return
-            await _request_blocks(connection, pull, queues.waiting[0])
+            wanted_blocks = [WantedBlock(pull.keys[item.block_index].hash, item.kind) for item in queues.waiting[0]]
+            await connection.send(FetchBlocks(wanted_blocks))
             queues.unstored_bytes += batch_bytes
             queues.requested.append(queues.waiting.popleft())
 
@@ -260,11 +261,6 @@ class Puller:
 
     def _count_bytes(self, items: list[PullItem]) -> int:
         return sum(self._settings.block_bytes_by_kind[item.kind] for item in items)
-
-
-async def _request_blocks(connection: Connection, pull: Pull, batch: list[PullItem]) -> None:
-    blocks = [WantedBlock(pull.keys[item.block_index].hash, item.kind) for item in batch]
-    await connection.send(FetchBlocks(blocks))
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
