@@ -282,47 +282,35 @@ class KVCache:
         missing_count = ceil_div(end, self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True
-        new_blocks = self._allocate_for_groups(missing_count)
-        if new_blocks is None:
-            return False
-        self._blocks_by_sequence[seq].append(new_blocks)
-        return True
-
-    def _allocate_for_groups(self, count: int) -> list[Block] | None:
-        """Allocate `count` blocks for each attention group; None, with nothing allocated, if there is no memory."""
         new_blocks: list[Block] = []
         for group in self._groups:
-            for _ in range(count):
+            for _ in range(missing_count):
                 block = self._allocate(group)
                 if block is None:
                     for new_block in reversed(new_blocks):
                         self.pool.release(new_block)
-                    return None
+                    return False
                 new_blocks.append(block)
-        return new_blocks
+        self._blocks_by_sequence[seq].append(new_blocks)
+        return True
 
     def _allocate(self, kind: int) -> Block | None:
-        """Allocate a block of `kind`, if need be after moving blocks; None if sequences hold too much memory."""
+        """Allocate a block of `kind`; None if sequences hold too much memory.
+
+        If need be, blocks of other kinds move together to free a unit. The plan being made copies their contents.
+        """
         block = self.pool.allocate(kind)
         if block is not None:
             return block
         one_block = [int(k == kind) for k in range(len(self.pool.blocks_per_unit))]
         if not self.pool.can_allocate(one_block):
             return None
-        self._compact_for(kind)
+        self._block_copies += self.pool.compact(kind)
+        for seq_blocks in self._blocks_by_sequence.values():
+            seq_blocks.rewrite_tables()  # a moved block has another id
         block = self.pool.allocate(kind)
         assert block is not None, "a compaction that made no room"
         return block
-
-    def _compact_for(self, kind: int) -> None:
-        """Free a unit of memory for blocks of `kind`, by moving the blocks in it to other units.
-
-        The plan being made copies the contents of moved blocks. A moved block has another id, so all block tables are
-        written again.
-        """
-        self._block_copies += self.pool.compact(kind)
-        for seq_blocks in self._blocks_by_sequence.values():
-            seq_blocks.rewrite_tables()
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, the last block first, so that it is evicted first."""
