@@ -12,7 +12,7 @@ from prompts.paths import make_unknown_path_error
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
 from router.edge.exchange import Exchange
-from router.edge.request_reader import TOKENIZE_PATHS, is_worker_path
+from router.edge.request_reader import UNVERSIONED_PATHS, is_worker_path
 from router.http.connection import ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
@@ -29,7 +29,7 @@ FORWARDED_PATHS = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *TOKENIZE_PATHS,
+        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *UNVERSIONED_PATHS,
     ), ("POST",)),
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip

@@ -31,11 +31,13 @@ from router.prompting.sessions import Session, SessionNames, digest_opening
 from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
+POOLING_PATHS: Final = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify", "/v2/embed")
+UNVERSIONED_PATHS: Final = (*TOKENIZE_PATHS, *POOLING_PATHS)
 """Routes of vLLM outside of /v1 that are forwarded to workers."""
 COUNTING_PATHS: Final = ("/v1/messages/count_tokens", *TOKENIZE_PATHS)
 """Routes with prompts that no model computes."""
 JSON_PATHS: Final = frozenset((
-    *COUNTING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
+    *COUNTING_PATHS, *POOLING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
     "/v1/audio/speech", "/v1/images/generations",
 ))  # fmt: skip
 """Routes without a known prompt, but always with a JSON body."""
@@ -51,7 +53,7 @@ _UNREAD_REQUEST = RoutingRequest(kind="other")
 
 def is_worker_path(path: str) -> bool:
     """Return whether a path is of the workers' API, of which the router itself answers some, as the list of models."""
-    return path.startswith("/v1/") or path in TOKENIZE_PATHS
+    return path.startswith("/v1/") or path in UNVERSIONED_PATHS
 
 
 class RequestReader:

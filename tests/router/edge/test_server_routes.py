@@ -31,13 +31,16 @@ def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(first.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
 
 
-def test_texts_are_made_tokens_by_a_worker_of_their_model(edge: Any, make_post: Any) -> None:
+VLLM_PATHS = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify", "/v2/embed")
+
+
+def test_texts_are_made_tokens_vectors_and_scores_by_a_worker_of_their_model(edge: Any, make_post: Any) -> None:
     """Short and long ones, for who brings a key; a model that nobody serves is a 404, another method a 405."""
 
     async def scenario() -> None:
         await edge.start(policy="kv", api_keys=("k",))
         workers = {name: await edge.worker(edge.reply(b'{"count": 1}'), model=name) for name in ("m-a", "m-b")}
-        for path in (b"/tokenize", b"/detokenize"):
+        for path in (name.encode() for name in VLLM_PATHS):
             for text in ("hello", "x " * 200_000):
                 for model, other in (("m-a", "m-b"), ("m-b", "m-a")):
                     body = json.dumps({"prompt": text, "model": model}).encode()
