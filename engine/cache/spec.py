@@ -102,10 +102,6 @@ class CacheSpec:
         block_counts = [self.blocks_per_unit(group) for group in range(len(self.groups))]
         return block_counts if self.state is None else [*block_counts, 1]
 
-    @property
-    def padding_share(self) -> float:
-        return self.compute_padding_share(self.unit_bytes)
-
     def compute_padding_share(self, unit_bytes: int) -> float:
         """Return the share of a unit of `unit_bytes` bytes, 0 .. 1, that the kind which fits worst leaves unused."""
         padding_bytes = [unit_bytes % self.block_bytes(group) for group in range(len(self.groups))]

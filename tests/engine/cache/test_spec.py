@@ -25,4 +25,4 @@ def test_a_unit_holds_everything_and_no_simple_size_pads_less(
     smallest = max([*blocks, state or 0])
     plain = -(-smallest // 256) * 256
     unused_bytes = [plain % block for block in blocks] + ([plain - state] if state else [])
-    assert spec.padding_share <= max(unused_bytes) / plain + 1e-12
+    assert spec.compute_padding_share(spec.unit_bytes) <= max(unused_bytes) / plain + 1e-12
