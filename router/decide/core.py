@@ -510,8 +510,10 @@ class RouterCore:
         if may_try:
             instruction = self._placer.place(active_request, now)
             is_refused = isinstance(instruction, Refuse)
-            if not is_refused:
-                self.counters["retried" if continuation is None else "continued"] += 1
+            if continuation is not None:
+                self.counters["continued"] += not is_refused
+            elif not is_refused:
+                self.counters["retried"] += 1
             if not is_refused or continuation is not None:
                 return self._forget_refused(instruction)
         # The failure says more than why no other worker can take the request.
