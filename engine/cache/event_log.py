@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from engine.cache.blocks import Node
-from engine.cache.spec import MAMBA, CacheSpec
+from engine.cache.spec import FULL_KIND, MAMBA, CacheSpec
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
@@ -37,15 +37,10 @@ class Change(NamedTuple):
     """Consecutive changes of the cache by one action. They have one kind of blocks, unless they are demotions."""
 
     action: Action
+    kind: int
+    """Kind of the first block."""
     blocks: dict[tuple[int, Node], None]
     """Kind and node of each block, as an ordered set."""
-
-    def can_include(self, action: Action, kind: int) -> bool:
-        """Return whether a further block of `kind` may join, by `action`. Only demotions mix kinds."""
-        if self.action is not action:
-            return False
-        first_kind, _ = next(iter(self.blocks))
-        return action is Action.DEMOTED or first_kind == kind
 
 
 class EventLog:
@@ -84,15 +79,16 @@ class EventLog:
 
     def record_cleared(self) -> None:
         """Record that both memories are empty."""
-        self._changes.append(Change(Action.CLEARED, {}))
+        self._changes.append(Change(Action.CLEARED, FULL_KIND, {}))
 
     def _record(self, action: Action, kind: int, node: Node, index: int) -> None:
         """Add a block to the change before `index`, if the block fits there, else insert a change at `index`."""
-        change_before = self._changes[index - 1] if index else None
-        if change_before is not None and change_before.can_include(action, kind):
-            change_before.blocks[kind, node] = None
-        else:
-            self._changes.insert(index, Change(action, {(kind, node): None}))
+        if index:
+            last_action, last_kind, last_blocks = self._changes[index - 1]
+            if last_action is action and (last_kind == kind or action is Action.DEMOTED):
+                last_blocks[kind, node] = None
+                return
+        self._changes.insert(index, Change(action, kind, {(kind, node): None}))
 
     def drain(self) -> Iterator[Event] | None:
         """Return the changes since the last call as events, and forget them; None without changes.

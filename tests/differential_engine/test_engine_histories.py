@@ -74,7 +74,7 @@ def removed_blocks_are_announced_one_by_one(patch: Patch) -> None:
     patch.setattr(
         EventLog,
         "record_removed",
-        lambda self, kind, node: self._changes.append(Change(Action.REMOVED, {(kind, node): None})),
+        lambda self, kind, node: self._changes.append(Change(Action.REMOVED, kind, {(kind, node): None})),
     )
 
 
