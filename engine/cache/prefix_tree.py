@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.cache.blocks import Block, Node
 from engine.cache.event_log import EventLog
@@ -22,8 +22,15 @@ from engine.cache.eviction_order import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import BlockKey
 
-if TYPE_CHECKING:
-    from engine.cache.host_tier import HostTier
+
+class LowerTier(Protocol):
+    """Interface of host memory, which takes blocks that the device evicts."""
+
+    def demote(self, block: Block, *, keep_on_host: bool) -> None:
+        """Take over a computed block that the device is about to evict, and announce that."""
+
+    def discard_duplicate(self, block: Block) -> None:
+        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
 
 
 class ClearedBlocks(NamedTuple):
@@ -47,7 +54,7 @@ class PrefixTree:
         self._host_order = eviction.host_order
         self._return_to_pool = drop
         self.event_log = EventLog(spec)
-        self.host_tier: HostTier
+        self.host_tier: LowerTier
         """Set by `HostTier` before any block is attached."""
 
     def __len__(self) -> int:
