@@ -14,8 +14,6 @@ from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
 from kernels.interface import BlockTable, IntArray
 
-Order = Items[int]
-
 
 @dataclass(slots=True)
 class BatchState:
@@ -23,7 +21,7 @@ class BatchState:
 
     sequences: list[Sequence]
     """Sequences of the step, in the order in which the kernels take them: those with one token first."""
-    sampled_chunks: Order
+    sampled_chunks: list[int]
     """Indices of the sequences for which a token is drawn; the step computes one chunk of each sequence."""
     rows: IntArray
     """[sequences]: row of each sequence in the tables that stay on the device from step to step."""
@@ -33,19 +31,6 @@ class BatchState:
     """`sampled_rows` on the device."""
     sampling_batch: SamplingBatch | None
     """Sampling parameters of the sampled sequences; None if this rank samples nothing."""
-
-    def is_of(self, sequences: list[Sequence], sampled_chunks: Order) -> bool:
-        """Return whether a step has these sequences, and samples for these chunks, so that the inputs can be kept."""
-        return self.sequences == sequences and self.sampled_chunks == sampled_chunks
-
-
-class OrderedChunks(NamedTuple):
-    """The chunks of a step in the kernels' order, and their batch."""
-
-    chunks: Items[Chunk]
-    order: Order
-    """Index of each chunk in the plan."""
-    batch: RaggedBatch
 
 
 class SelectedTokens(NamedTuple):
@@ -75,7 +60,7 @@ class PreparedStep:
     plan: StepPlan
     chunks: Items[Chunk]
     """Chunks of the plan in the order in which the kernels take them: those of one token first."""
-    order: Order
+    order: list[int]
     """For each of `chunks`, its index in the plan: results are returned in the plan's order."""
     batch: RaggedBatch
     """Positions at which the chunks begin and end in their sequences."""
@@ -136,13 +121,3 @@ def list_state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np
     units = [chunk.seq.state_unit for chunk in chunks]
     assert None not in units, "a sequence without a state unit on a model that has state"
     return np.array(units, np.int64)
-
-
-def sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
-    """Put the chunks of more than one token last. A decode step keeps its order."""
-    starts = np.array([chunk.start for chunk in chunks], np.int64)
-    ends = np.array([chunk.end for chunk in chunks], np.int64)
-    permutation = (ends - starts > 1).argsort(kind="stable")
-    order = permutation.tolist()
-    batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
-    return OrderedChunks([chunks[i] for i in order], order, batch)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -31,19 +31,16 @@ from engine.execution.prepared_step import (
     find_prompt_logprob_chunks,
     list_state_units,
     select_logit_tokens,
-    sort_for_kernels,
 )
-from engine.execution.sampler import Sampler, SamplingInputs
+from engine.execution.sampler import Sampler
 from engine.execution.step_outputs import build_result
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import ForwardContext
-from engine.types import Chunk, RunnerLostError, Sequence, StepPlan, StepResult
-from kernels import Kernels, select_kernels
+from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
+from kernels import Kernels, RaggedBatch, select_kernels
 from kernels.interface import IntArray
 from kernels.transfer import copy_to_device, start_copy_to_host
-
-Result = TypeVar("Result")
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Most bytes of fp32 logits of prompt positions that are held at one time."""
@@ -153,31 +150,31 @@ class ModelRunner:
         plan is not read after `submit` returns.
         """
         try:
-            return self._submit(plan)
+            step = self._prepare(plan)
+            wait_for_outputs = self._launch(step)
         except Exception as error:  # noqa: BLE001 - it is raised when the step's result is asked for
             self._forget_rows()
-            return partial(self._reset_on_error, partial(_raise, error))
+            return partial(self._fail, error)
 
-    def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Prepare a step and begin to compute it. Returns a function that waits for its result."""
-        step = self._prepare(plan)
-        wait_for_outputs = self._launch(step)
-        return lambda: self._reset_on_error(lambda: self._build_result(step, wait_for_outputs()))
-
-    def _reset_on_error(self, call: Callable[[], Result]) -> Result:
-        """Return the result of `call`. After an error, discard all per-sequence tables, which may be half written.
-
-        Raises RunnerLostError if the device is broken by the error, else the error itself.
-        """
-        try:
-            return call()
-        except Exception as error:
-            self._forget_rows()
+        def wait_for_result() -> StepResult:
             try:
-                self._check_device()
-            except RuntimeError as fault:
-                raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
-            raise
+                return self._build_result(step, wait_for_outputs())
+            except Exception as error:  # noqa: BLE001 - `_fail` raises it
+                self._fail(error)
+
+        return wait_for_result
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise the error of a step, or RunnerLostError if the device is broken by it.
+
+        First discards all per-sequence tables, which may be half written, also by later steps: they are dropped.
+        """
+        self._forget_rows()
+        try:
+            self._check_device()
+        except RuntimeError as fault:
+            raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
+        raise error
 
     def _forget_rows(self) -> None:
         """Forget the rows of all sequences, so that the next step writes all per-sequence tables anew."""
@@ -194,12 +191,22 @@ class ModelRunner:
         These are the token ids, the block tables, the tokens that need logits, and the inputs of sampling. A chunk is
         the part of one sequence that the step computes. Chunks of one token come first, as the kernels need.
         """
-        chunks, order, batch = sort_for_kernels(plan.chunks)
+        starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
+        ends = np.array([chunk.end for chunk in plan.chunks], np.int64)
+        permutation = (ends - starts > 1).argsort(kind="stable")  # a decode step keeps its order
+        order = permutation.tolist()
+        chunks = [plan.chunks[i] for i in order]
+        batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
         batch_state, new_rows = self._update_batch_state(chunks)
         for tables in self._tables:
             tables.update(chunks, batch.context_lens, batch_state.rows, new_rows)
         prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
         token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
+        selected = self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, batch_state.sampled_chunks)
+        sampling_inputs = None
+        if batch_state.sampling_batch is not None:
+            sampled_ends = batch.context_lens[batch_state.sampled_chunks]
+            sampling_inputs = self._sampler.prepare(batch_state.sampling_batch, sampled_ends)
         return PreparedStep(
             plan=plan,
             chunks=chunks,
@@ -208,9 +215,9 @@ class ModelRunner:
             token_ids=token_ids,
             tables=[tables.make_step_table(batch_state.rows) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
-            selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, batch_state.sampled_chunks),
+            selected=selected,
             batch_state=batch_state,
-            sampling_inputs=self._prepare_sampling(batch_state, batch.context_lens),
+            sampling_inputs=sampling_inputs,
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
@@ -227,30 +234,23 @@ class ModelRunner:
         return SelectedTokens(device_indices, starts, last_indices)
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> tuple[BatchState, list[int]]:
-        """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences."""
-        state = self._batch_state
+        """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences.
+
+        The inputs of the last step are returned if it had the same sequences, and drew tokens for the same ones.
+        """
+        last_state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
         sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        if state is not None and state.is_of(sequences, sampled_chunks):
-            return state, []
+        if last_state is not None and (last_state.sequences, last_state.sampled_chunks) == (sequences, sampled_chunks):
+            return last_state, []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
-        self._batch_state = state = self._make_batch_state(sequences, sampled_chunks, rows)
-        return state, new_rows
-
-    def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
-        """Make the inputs of a step that depend only on its sequences, so that the next step may reuse them.
-
-        `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in
-        tables that stay on the device from step to step.
-        """
         sampled_row_array = rows[sampled_chunks]
         sampled_rows = sampled_row_array.tolist()
         sampling_batch = None
         if sampled_chunks and self.model.samples_tokens:
-            sampled_sequences = [sequences[i] for i in sampled_chunks]
-            sampling_batch = self._sampler.make_batch(sampled_sequences, sampled_rows)
-        return BatchState(
+            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
+        self._batch_state = BatchState(
             sequences=sequences,
             sampled_chunks=sampled_chunks,
             rows=rows,
@@ -258,12 +258,7 @@ class ModelRunner:
             sampled_device_rows=copy_to_device(sampled_row_array, self.device),
             sampling_batch=sampling_batch,
         )
-
-    def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
-        """Prepare to draw the token after each sampled chunk; None if there is none. `ends`: ends of all chunks."""
-        if state.sampling_batch is None:
-            return None
-        return self._sampler.prepare(state.sampling_batch, ends[state.sampled_chunks])
+        return self._batch_state, new_rows
 
     def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
         """Return the step's token ids on the device, and which of them the previous step has yet to draw there.
@@ -405,7 +400,3 @@ class ModelRunner:
 def _read_drawn_tokens(table_rows: list[int], wait_for_outputs: Callable[[], list[list[Any]]]) -> dict[int, int]:
     """Wait for a step, and return the token that it drew for each of these table rows."""
     return dict(zip(table_rows, wait_for_outputs()[0])) if table_rows else {}
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
