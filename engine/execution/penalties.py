@@ -68,6 +68,7 @@ class GatheredRows(NamedTuple):
 class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
 
+    rows: PenaltyRows
     counts_by_new_row: dict[int, TokenCounts]
     """Tokens of the sequences that get a table row in this step, by that row."""
     width: int
@@ -142,14 +143,15 @@ class Penalties:
                 self._token_count_bounds[row] = len(counts_by_new_row[row].token_ids)
         self._token_count_bounds[batch.table_rows] += 1
         width = min(int(self._token_count_bounds[batch.table_rows].max()), self._vocab_size)
-        return PenaltyStep(counts_by_new_row, width)
+        return PenaltyStep(batch, counts_by_new_row, width)
 
-    def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
+    def apply(self, logits: Tensor, step: PenaltyStep) -> None:
         """Store the counts of new rows, and penalise logits [all rows, vocab] fp32 in place."""
+        batch = step.rows
         self._enlarge_tables(int(batch.table_rows.max()) + 1, step.width)
         if step.counts_by_new_row:
             self._store_new_rows(step.counts_by_new_row)
-        for rows in self._split_rows(batch, step.width):
+        for rows in self._split_rows(step):
             gathered = self._gather_rows(batch.device_table_rows[rows], step.width)
             row_logits = logits[rows] if batch.logits_rows is None else logits[batch.logits_rows[rows]]
             new_logits = _penalise(row_logits.gather(1, gathered.token_ids), batch, rows, gathered)
@@ -157,16 +159,17 @@ class Penalties:
             if batch.logits_rows is not None:
                 logits.index_copy_(0, batch.logits_rows[rows], row_logits)
 
-    def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
+    def count_sampled(self, sampled_tokens: Tensor, step: PenaltyStep) -> None:
         """Add the token drawn for each sequence to the sequence's token counts on the device. Called after `apply`.
 
         A row of the tables lists a sequence's distinct tokens and their counts. If the row has the token, its count
         grows by one, else the token is appended with count 1. `sampled_tokens`: [all rows of the logits].
         """
+        batch = step.rows
         flat_token_ids, flat_output_counts = self._token_ids.view(-1), self._output_counts.view(-1)
         if batch.logits_rows is not None:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
-        for rows in self._split_rows(batch, step.width):
+        for rows in self._split_rows(step):
             table_rows, new_tokens = batch.device_table_rows[rows], sampled_tokens[rows]
             token_counts = self._token_counts.index_select(0, table_rows)
             is_match = self._token_ids[:, : step.width].index_select(0, table_rows) == new_tokens[:, None].int()
@@ -180,10 +183,10 @@ class Penalties:
             flat_output_counts.index_copy_(0, flat_indices, new_counts)
             self._token_counts.index_copy_(0, table_rows, token_counts + ~has_token)
 
-    def _split_rows(self, batch: PenaltyRows, width: int) -> Iterator[slice]:
+    def _split_rows(self, step: PenaltyStep) -> Iterator[slice]:
         """Yield the rows of a batch in parts of at most MAX_ENTRIES_AT_ONCE entries and 16 times as many logits."""
-        part_rows = max(1, MAX_ENTRIES_AT_ONCE // max(width, self._vocab_size // 16))
-        for start in range(0, len(batch.sequences), part_rows):
+        part_rows = max(1, MAX_ENTRIES_AT_ONCE // max(step.width, self._vocab_size // 16))
+        for start in range(0, len(step.rows.sequences), part_rows):
             yield slice(start, start + part_rows)
 
     def _gather_rows(self, table_rows: Tensor, width: int) -> GatheredRows:

@@ -115,14 +115,13 @@ class ModelRunner:
 
         # Sampling.
         vocab_size = model.config.vocab_size
-        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
         self._sampler = Sampler(
             vocab_size,
             device,
             eos_token_ids=config.eos_token_ids,
             seed=config.seed,
             ops=self._ops,
-            masks=self._masks,
+            masks=None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads),
             row_count=row_count,
             length_max=config.max_model_len,
         )
@@ -158,7 +157,7 @@ class ModelRunner:
 
         def wait_for_result() -> StepResult:
             try:
-                return self._build_result(step, wait_for_outputs())
+                return build_result(step, wait_for_outputs())
             except Exception as error:  # noqa: BLE001 - `_fail` raises it
                 self._fail(error)
 
@@ -206,7 +205,7 @@ class ModelRunner:
         sampling_inputs = None
         if batch_state.sampling_batch is not None:
             sampled_ends = batch.context_lens[batch_state.sampled_chunks]
-            sampling_inputs = self._sampler.prepare(batch_state.sampling_batch, sampled_ends)
+            sampling_inputs = self._sampler.prepare(batch_state.sampling_batch, sampled_ends, self._read_last_tokens)
         return PreparedStep(
             plan=plan,
             chunks=chunks,
@@ -289,8 +288,6 @@ class ModelRunner:
         Returns a function that waits for the step's outputs, and returns them as lists of numbers: the drawn tokens,
         their logprobs, then logprobs of prompts, as far as the step has them.
         """
-        if step.sampling_inputs is not None:
-            self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
         self.pool.prepare_step(step.plan)
         self._fill_device_tokens(step)
         outputs: list[Tensor] = []
@@ -323,8 +320,7 @@ class ModelRunner:
     def close(self) -> None:
         """End the threads, and drop the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
-        if self._masks is not None:
-            self._masks.close()
+        self._sampler.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
         """Run the model over a step's tokens, and return the hidden states of those that need logits.
@@ -389,12 +385,6 @@ class ModelRunner:
             else:  # this rank only computes its part of the logits, for the rank that samples
                 self.model.contribute_logits(hidden[slab])
         return [torch.cat(tensors) for tensors in zip(*logprobs_by_slab, strict=True)]
-
-    def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
-        if not self.model.samples_tokens:
-            return StepResult([None] * len(step.chunks))
-        failures = {} if step.sampling_inputs is None else self._sampler.get_failures(step.sampling_inputs)
-        return build_result(step, outputs, failures)
 
 
 def _read_drawn_tokens(table_rows: list[int], wait_for_outputs: Callable[[], list[list[Any]]]) -> dict[int, int]:

@@ -113,28 +113,19 @@ class SamplingBatch:
     penalty_rows: PenaltyRows | None
     logprobs: LogprobRows | None
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the logits of any row may be changed before a token is drawn."""
-        has_penalties = self.penalty_rows is not None
-        has_bias = self.logit_bias is not None
-        return has_penalties or has_bias or bool(self.min_token_bans) or bool(self.constrained_rows)
-
 
 @dataclass(slots=True)
 class SamplingInputs:
     """Inputs of one step's sampling that change from step to step. Made before the logits are."""
 
     batch: SamplingBatch
-    uniforms: Tensor
-    """[rows] fp64 in [0, 1): point at which each row's cumulative distribution is inverted in this step."""
+    settings: DrawSettings
+    """Settings of the batch, with this step's uniform random numbers."""
     banned_indices: Tensor | None
     """Indices into the flat logits of the tokens that min_tokens bans."""
     penalty_step: PenaltyStep | None
-    mask_requests: list[MaskRequest]
-    """Inputs of the masks of constrained rows."""
-    token_masks: Future[TokenMasks] | None = None
-    """Masks of the `mask_requests`, after `start_masks`."""
+    token_masks: Future[TokenMasks] | None
+    """Masks of constrained rows, which a thread makes beside the forward pass."""
 
 
 class Sampler:
@@ -172,37 +163,40 @@ class Sampler:
         if self._masks is not None:
             self._masks.reset_rows(rows)
 
-    def prepare(self, batch: SamplingBatch, ends: IntArray) -> SamplingInputs:
+    def prepare(
+        self, batch: SamplingBatch, ends: IntArray, read_last_tokens: Callable[[], Mapping[int, int]]
+    ) -> SamplingInputs:
         """Prepare, on the host, to draw the token at position `ends[i]` of sequence i of the batch.
 
-        The token before it need not be known on the host.
+        The token before it need not be known on the host. A thread begins to make the masks of constrained rows. It
+        calls `read_last_tokens`, which waits for the previous step, and returns the token drawn for each table row.
         """
         positions = ends - batch.prompt_lens
+        settings = batch.settings
+        if len(batch.random_rows):
+            settings = replace(settings, uniforms=self._make_uniforms(batch, positions))
+        bans = [ban.banned_indices for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
+        token_masks = None
+        if batch.constrained_rows:
+            assert self._masks is not None, "an answer is constrained, and there are no grammars"
+            requests = [
+                self._make_mask_request(self._masks, batch, row, int(ends[row])) for row in batch.constrained_rows
+            ]
+            token_masks = self._masks.submit(requests, read_last_tokens)
         return SamplingInputs(
             batch=batch,
-            uniforms=self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms,
-            banned_indices=self._find_banned_indices(batch, positions),
+            settings=settings,
+            banned_indices=copy_to_device(np.concatenate(bans), self._device) if bans else None,
             penalty_step=None if batch.penalty_rows is None else self._penalties.prepare(batch.penalty_rows),
-            mask_requests=self._make_mask_requests(batch, ends, positions),
+            token_masks=token_masks,
         )
 
-    def _find_banned_indices(self, batch: SamplingBatch, positions: IntArray) -> Tensor | None:
-        """Return indices into the flat logits of the tokens that min_tokens bans at these output positions."""
-        indices = [ban.banned_indices for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
-        return copy_to_device(np.concatenate(indices), self._device) if indices else None
-
-    def _make_mask_requests(
-        self, batch: SamplingBatch, ends: IntArray, positions: npt.NDArray[np.int64]
-    ) -> list[MaskRequest]:
-        """Make the input of the mask of each constrained row. `positions`: output positions of the drawn tokens."""
-        mask_requests = []
-        for i in batch.constrained_rows:
-            assert self._masks is not None, "an answer is constrained, and there are no grammars"
-            seq = batch.sequences[i]
-            params = seq.request.params
-            banned_tokens = self._list_banned_tokens(params) if positions[i] < params.min_tokens else []
-            mask_requests.append(self._masks.make_request(i, batch.table_rows[i], seq, int(ends[i]), banned_tokens))
-        return mask_requests
+    def _make_mask_request(self, masks: Masks, batch: SamplingBatch, row: int, end: int) -> MaskRequest:
+        """Make the input of a constrained row's mask. `end`: position of the token that is drawn."""
+        seq = batch.sequences[row]
+        params = seq.request.params
+        banned_tokens = self._list_banned_tokens(params) if end - seq.prompt_len < params.min_tokens else []
+        return masks.make_request(row, batch.table_rows[row], seq, end, banned_tokens)
 
     def _make_uniforms(self, batch: SamplingBatch, positions: IntArray) -> Tensor:
         """Return uniform numbers, [rows] fp64 in [0, 1), 0 for greedy rows."""
@@ -212,19 +206,6 @@ class Sampler:
         )
         return copy_to_device(host_uniforms, self._device)
 
-    def start_masks(self, inputs: SamplingInputs, read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
-        """Begin to make the masks of constrained rows.
-
-        `read_last_tokens`: waits for the previous step, and returns the token that it drew for each table row.
-        """
-        if inputs.mask_requests:
-            assert self._masks is not None
-            inputs.token_masks = self._masks.submit(inputs.mask_requests, read_last_tokens)
-
-    def get_failures(self, inputs: SamplingInputs) -> dict[int, str]:
-        """Return, after `sample`, the reasons why answers cannot go on, by row of the logits."""
-        return {} if inputs.token_masks is None else inputs.token_masks.result().failures
-
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
         """Draw the next token of each row. logits: [rows, vocab], which may be changed.
 
@@ -232,22 +213,21 @@ class Sampler:
         none does. Both are on the device. The host waits for masks, and for nothing else.
         """
         batch = inputs.batch
-        adjusted_logits = self._adjust_logits(logits, inputs) if batch.changes_logits else logits
-        settings = replace(batch.settings, uniforms=inputs.uniforms)
-        tokens = self._draw(adjusted_logits, settings)
-        if batch.penalty_rows is not None:
-            assert inputs.penalty_step is not None
-            self._penalties.count_sampled(tokens, batch.penalty_rows, inputs.penalty_step)
-        return tokens, self._compute_logprobs(logits, tokens, batch)
-
-    def _compute_logprobs(self, logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> list[Tensor]:
-        """Return `compute_token_logprobs` of the rows that want logprobs; an empty list if none does."""
+        tokens = self._draw(self._adjust_logits(logits, inputs), inputs.settings)
+        if inputs.penalty_step is not None:
+            self._penalties.count_sampled(tokens, inputs.penalty_step)
         if batch.logprobs is None:
-            return []
+            return tokens, []
+        logprob_tokens = tokens
         if batch.logprobs.device_rows is not None:
             logits = logits.index_select(0, batch.logprobs.device_rows)
-            tokens = tokens.index_select(0, batch.logprobs.device_rows)
-        return compute_token_logprobs(logits, tokens, max(batch.logprobs.top_counts))
+            logprob_tokens = tokens.index_select(0, batch.logprobs.device_rows)
+        return tokens, compute_token_logprobs(logits, logprob_tokens, max(batch.logprobs.top_counts))
+
+    def close(self) -> None:
+        """End the thread that makes masks."""
+        if self._masks is not None:
+            self._masks.close()
 
     def make_batch(self, sequences: list[Sequence], table_rows: list[int]) -> SamplingBatch:
         """Collect the sampling parameters of the sequences in a batch, for all steps with these sequences.
@@ -336,11 +316,15 @@ class Sampler:
         )
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Return the logits, [rows, vocab] fp32, after logit_bias, min_tokens, penalties and grammars, as vLLM orders.
+        """Return the logits, [rows, vocab], after logit_bias, min_tokens, penalties and grammars, in vLLM's order.
 
-        The given logits may be changed, unless logprobs are wanted, which are computed from the raw logits.
+        If any of these applies, the result is fp32. The given logits may then be changed, unless logprobs are wanted,
+        which are computed from the raw logits.
         """
         batch = inputs.batch
+        adjustments = (batch.logit_bias, inputs.banned_indices, inputs.penalty_step, inputs.token_masks)
+        if all(adjustment is None for adjustment in adjustments):
+            return logits
         adjusted_logits = logits.float()  # a copy, unless the logits are fp32 already
         if adjusted_logits is logits and batch.logprobs is not None:
             adjusted_logits = logits.clone()
@@ -349,9 +333,8 @@ class Sampler:
             flat_logits.index_add_(0, batch.logit_bias.indices, batch.logit_bias.amounts)
         if inputs.banned_indices is not None:
             flat_logits.index_fill_(0, inputs.banned_indices, float("-inf"))
-        if batch.penalty_rows is not None:
-            assert inputs.penalty_step is not None
-            self._penalties.apply(adjusted_logits, batch.penalty_rows, inputs.penalty_step)
+        if inputs.penalty_step is not None:
+            self._penalties.apply(adjusted_logits, inputs.penalty_step)
         if inputs.token_masks is not None:
             assert self._masks is not None
             self._masks.apply(adjusted_logits, inputs.token_masks.result())

@@ -218,8 +218,7 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained_rows
                 sequence(LARKS["json"] if with_constraints and constrained_rows[i] else None, name=str(i), **params[i])
                 for i in range(4)
             ]
-            inputs = sampler.prepare(sampler.make_batch(rows, [0, 1, 2, 3]), np.array([3] * 4))
-            sampler.start_masks(inputs, dict)
+            inputs = sampler.prepare(sampler.make_batch(rows, [0, 1, 2, 3]), np.array([3] * 4), dict)
             draws.append(sampler.sample(logits.clone(), inputs)[0].tolist())
             sampler.reset_rows([0, 1, 2, 3])
     finally:
@@ -238,8 +237,7 @@ def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logpr
     allowed_ids = allowed_tokens(masks, seq)
     masks.reset_rows([0])
     sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
-    inputs = sampler.prepare(sampler.make_batch([seq], [0]), np.array([3]))
-    sampler.start_masks(inputs, dict)
+    inputs = sampler.prepare(sampler.make_batch([seq], [0]), np.array([3]), dict)
     tokens, logprobs = sampler.sample(logits, inputs)
     assert int(tokens[0]) == max(allowed_ids, key=lambda token: float(logits[0, token]))
     assert float(logprobs[1][0]) == pytest.approx(float(logits.log_softmax(-1)[0, int(tokens[0])]), abs=1e-5)

@@ -142,5 +142,5 @@ def test_an_end_token_that_the_model_has_no_logit_of_is_passed_over() -> None:
     params = [SamplingParams(temperature=0, min_tokens=4), VICTIM]
     rows = [Sequence(Request(request_id=str(i), token_ids=[1], params=p), [1], 1, 0.0) for i, p in enumerate(params)]
     sampler = Sampler(8, torch.device("cpu"), eos_token_ids=(11,))
-    tokens, _ = sampler.sample(logits, sampler.prepare(sampler.make_batch(rows, [0, 1]), np.array([1, 1])))
+    tokens, _ = sampler.sample(logits, sampler.prepare(sampler.make_batch(rows, [0, 1]), np.array([1, 1]), dict))
     assert tokens[1] == 3

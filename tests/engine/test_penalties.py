@@ -70,14 +70,14 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
         for row, seq in zip(logits_rows, sequences, strict=True):
             expected[row] = penalise_one(logits[row], seq)
         device_logits = logits.to(device)
-        penalties.apply(device_logits, batch, step)
+        penalties.apply(device_logits, step)
         torch.testing.assert_close(device_logits.cpu().double(), expected, rtol=1e-5, atol=1e-5)
         drawn = torch.randint(VOCAB, (len(logits),))
         for row, seq in zip(logits_rows, sequences, strict=True):
             if seq.token_ids and rng.random() < 0.5:
                 drawn[row] = rng.choice(seq.token_ids)
             seq.token_ids.append(int(drawn[row]))
-        penalties.count_sampled(drawn.to(device), batch, step)
+        penalties.count_sampled(drawn.to(device), step)
 
 
 def test_one_long_row_takes_no_room_in_rows_that_were_never_used() -> None:
@@ -86,7 +86,7 @@ def test_one_long_row_takes_no_room_in_rows_that_were_never_used() -> None:
     seq = Sequence(Request(request_id="a", token_ids=prompt, params=params), prompt, len(prompt), 0.0)
     batch = make_penalty_rows([seq], [2], torch.device("cpu"))
     assert batch is not None
-    penalties.apply(torch.zeros(1, 10_000), batch, penalties.prepare(batch))
+    penalties.apply(torch.zeros(1, 10_000), penalties.prepare(batch))
     assert penalties._token_ids.nbytes + penalties._output_counts.nbytes <= 4 * 20_000 * 12
 
 
@@ -119,8 +119,8 @@ def test_a_long_row_beside_many_takes_a_bounded_part_of_the_memory_at_once(monke
         penalties._enlarge_tables(rows, step.width)
         drawn = torch.randint(vocab, (rows,))
         with LargestTensor() as largest:
-            penalties.apply(logits, batch, step)
-            penalties.count_sampled(drawn, batch, step)
+            penalties.apply(logits, step)
+            penalties.count_sampled(drawn, step)
         assert largest.elements <= 20_000
         torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
         for token, seq in zip(drawn.tolist(), sequences, strict=True):
@@ -136,9 +136,9 @@ def test_a_long_answer_takes_no_more_room_than_the_vocabulary() -> None:
     assert batch is not None
     for token in [299, 299, 0, 7] * 2:
         step, logits = penalties.prepare(batch), torch.ones(1, 300)
-        penalties.apply(logits, batch, step)
+        penalties.apply(logits, step)
         torch.testing.assert_close(logits[0].double(), penalise_one(torch.ones(300), seq), rtol=1e-5, atol=1e-5)
-        penalties.count_sampled(torch.tensor([token]), batch, step)
+        penalties.count_sampled(torch.tensor([token]), step)
         seq.token_ids.append(token)
     assert penalties._token_ids.shape == (1, 300)
 
@@ -152,6 +152,6 @@ def test_a_table_that_grows_with_its_answers_is_no_wider_than_the_longest_contex
     assert batch is not None
     for token in range(1000, 1100):
         step = penalties.prepare(batch)
-        penalties.apply(torch.ones(1, 10_000), batch, step)
-        penalties.count_sampled(torch.tensor([token]), batch, step)
+        penalties.apply(torch.ones(1, 10_000), step)
+        penalties.count_sampled(torch.tensor([token]), step)
     assert penalties._token_ids.shape == (1, 1101)

@@ -39,7 +39,7 @@ class Drawing:
             rows, new = self.row_allocator.assign(seqs)
             self.sampler.reset_rows(new)
             self.batch = self.sampler.make_batch(list(seqs), rows.tolist())
-        inputs = self.sampler.prepare(self.batch, np.array(ends))
+        inputs = self.sampler.prepare(self.batch, np.array(ends), dict)
         tokens, logprobs = self.sampler.sample(logits.clone(), inputs)
         rows = inputs.batch.logprobs
         if rows is None:
@@ -151,7 +151,7 @@ def test_tokens_that_min_tokens_bans_are_listed_once_for_all_steps(monkeypatch):
     batch = sampler.make_batch([sequence(SamplingParams(min_tokens=3, stop_token_ids=(5,)))], [0])
     monkeypatch.delattr(Sampler, "_list_banned_tokens")
     for position, banned in ((1, [2, 5]), (3, [2, 5]), (4, None)):
-        indices = sampler.prepare(batch, np.array([position])).banned_indices
+        indices = sampler.prepare(batch, np.array([position]), dict).banned_indices
         assert (None if indices is None else indices.tolist()) == banned
 
 
