@@ -29,7 +29,7 @@ from router.decide.workers import (
     may_transfer,
     merge_models,
 )
-from router.index.protocol import PrefixIndex
+from router.index.protocol import PrefixIndex, make_block_group
 
 
 class _Pool(NamedTuple):
@@ -378,6 +378,8 @@ class WorkerRegistry:
         for rank in range(worker.spec.ranks):
             target_rank = rank if worker.spec.ranks > 1 else None
             holder = self._index.add_holder(base_model)
+            if worker.spec.block_size is not None:  # until events tell it: prompts in flight leave whole blocks only
+                self._index.declare_groups(holder, [make_block_group(worker.spec.block_size)])
             worker.holders.append(holder)
             target = self._tracker.add_target(worker.worker_id, target_rank, holder, pool=base_model)
             self._targets[worker.worker_id].append(target)

@@ -300,10 +300,12 @@ class IndexFeed:
         return stream.is_up and state is not None and state.phase is StreamPhase.LIVE
 
     def _get_groups(self, holder: HolderId) -> list[dict[str, object]]:
+        """Return the groups of a holder, without the one that stands for all until events name them."""
         try:
-            return self._index.groups(holder)
+            groups = self._index.groups(holder)
         except KeyError:
             return []
+        return [group for group in groups if group["group_idx"] is not None or group["blocks"]]
 
     def _start_stream(self, stream: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
         """Follow a new stream, from another router's snapshot if there is one."""

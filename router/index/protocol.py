@@ -24,6 +24,14 @@ SILENT_AFTER_STORES = 8
 """Stored events of full attention after which a declared group without any event is ignored."""
 
 
+def make_block_group(block_size: int) -> dict[str, object]:
+    """Return the group to declare for a holder of which only the block length is known.
+
+    It counts until events name groups.
+    """
+    return {"group_idx": None, "kind": "full_attention", "block_size": block_size}
+
+
 class Scope(msgspec.Struct, frozen=True, gc=False):
     """Properties of a prompt besides its token ids that decide whether a cached block can be reused."""
 

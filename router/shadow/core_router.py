@@ -18,7 +18,7 @@ from router.decide.messages import Decision, Forward, Instruction, Refuse, Repor
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.config import FleetConfig
 from router.index import make_index
-from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
+from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens, make_block_group
 from simulation.cluster import Cluster, Placement, Router, WorkerConfig
 from simulation.engine import SimWorker
 from simulation.workload import SimRequest
@@ -73,7 +73,7 @@ class BlockScaledIndex:
     def add_holder(self, model: str) -> HolderId:
         """Add a worker, and declare to the wrapped index that each of its blocks has one token id."""
         holder = self._inner.add_holder(model)
-        self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
+        self._inner.declare_groups(holder, [make_block_group(1)])
         return holder
 
 

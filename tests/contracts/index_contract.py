@@ -17,7 +17,7 @@ from old_events import encode_as_arrays
 
 from events.codec import encode_batch
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
-from router.index.protocol import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope, Tokens
+from router.index.protocol import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope, Tokens, make_block_group
 
 MakeIndex = Callable[[], PrefixIndex]
 PROMPT = list(range(100, 300))
@@ -521,6 +521,21 @@ def check_declared_groups(make: MakeIndex) -> None:
         (0, 0, False),
         (1, 0, False),
     ]
+
+
+def check_known_block_length_without_events(make: MakeIndex) -> None:
+    """Prompts in flight leave whole blocks of the length that was declared, and later of the announced lengths."""
+    index, holder = one_holder(make)
+    index.declare_groups(holder, [make_block_group(64)])
+    index.pin(holder, PROMPT[:60], SCOPE)
+    assert [match.pinned_tokens for match in index.match(PROMPT, SCOPE)] in ([], [0])
+    pin = index.pin(holder, PROMPT[:150], SCOPE)
+    assert [match.pinned_tokens for match in index.match(PROMPT, SCOPE)] == [128]
+    index.unpin(pin)
+    index.ingest(holder, batch(in_group(store_prompt(2), 0, "full_attention")))
+    assert tokens_of(index) == 32
+    index.pin(holder, PROMPT[:60], SCOPE)
+    assert [match.pinned_tokens for match in index.match(PROMPT, SCOPE)] == [48]
 
 
 def check_encoder_groups_are_ignored(make: MakeIndex) -> None:

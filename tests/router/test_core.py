@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.decide.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, TransferConfig
-from router.decide.core import TENANTS_MAX, RetryBudget
+from router.decide.core import TENANTS_MAX, RetryBudget, RouterCore
 from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import (
     Decision,
@@ -30,6 +30,7 @@ from router.decide.messages import (
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
+from router.index import make_index
 from router.index.protocol import Scope
 from simulation.steps import StepTimes
 
@@ -45,6 +46,18 @@ def test_goes_where_the_prefix_is_cached() -> None:
     # P = a * ((L - h) + (L^2 - h^2) / (2 Lq)), by hand
     assert result.decision.terms.prefill_s == pytest.approx(1e-4 * (200 + (1000**2 - 800**2) / 100_000))
     assert result.decision.terms.slowdown == pytest.approx(1 + 0.012 / (1e-4 * 2048))
+
+
+@pytest.mark.parametrize(("block_size", "predicted"), [(None, 192), (64, 192), (256, 0), (128, 128)])
+def test_prompts_in_flight_count_in_whole_blocks_of_the_worker(block_size: int | None, predicted: int) -> None:
+    """Also before the first event: hybrid models of vLLM announce nothing of a prompt below 256 tokens."""
+    core = RouterCore(make_index(), CoreConfig())
+    core.add_worker(spec("a", block_size=block_size), 0.0)
+    prompt = list(range(200))
+    core.route(request("r1", prompt), 1.0)
+    forward = core.route(request("r2", [*prompt, *range(500)]), 1.1)
+    assert isinstance(forward, Forward)
+    assert forward.decision.predicted_cached_tokens == predicted
 
 
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
