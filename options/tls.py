@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from options.values import ConfigError
 
 log = logging.getLogger("tls")
+
+Content = TypeVar("Content")
 
 
 def make_server_context(
@@ -27,17 +30,15 @@ def make_server_context(
         if client_ca_path is not None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
         return None
-    files = _WatchedFiles(certificate_path, key_path, client_ca_path)
-    context = newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
-
-    def load_newest_context() -> None:
-        nonlocal newest_context
-        newest_context = _load_server_context(certificate_path, key_path, client_ca_path)
+    newest = _ReloadedFiles(
+        partial(_load_server_context, certificate_path, key_path, client_ca_path),
+        (certificate_path, key_path, client_ca_path),
+    )
+    context = newest.get()
 
     def use_newest_files(connection: ssl.SSLObject, server_name: str | None, _: ssl.SSLContext) -> None:
         """Have a connection use the files as they are now. OpenSSL calls this at each `ClientHello`."""
-        files.reload_if_changed(load_newest_context)
-        connection.context = newest_context
+        connection.context = newest.get()
 
     context.sni_callback = use_newest_files
     return context
@@ -68,44 +69,36 @@ def watch_server_pem(
 
     It reads files anew that have changed. Until they are valid, it returns the old contents.
     """
-    files = _WatchedFiles(certificate_path, key_path, client_ca_path)
 
     def read_files() -> ServerPem:
         _load_server_context(certificate_path, key_path, client_ca_path)  # raises if they do not fit together
         client_ca = None if client_ca_path is None else Path(client_ca_path).read_bytes()
         return ServerPem(Path(certificate_path).read_bytes(), Path(key_path).read_bytes(), client_ca)
 
-    pem = read_files()
-
-    def load_newest_files() -> None:
-        nonlocal pem
-        pem = read_files()
-
-    def get_newest() -> ServerPem:
-        files.reload_if_changed(load_newest_files)
-        return pem
-
-    return get_newest
+    return _ReloadedFiles(read_files, (certificate_path, key_path, client_ca_path)).get
 
 
-class _WatchedFiles:
-    """Files of a TLS context, which are read anew when they have changed."""
+class _ReloadedFiles(Generic[Content]):
+    """Content of TLS files, which is loaded anew when a file has changed."""
 
-    def __init__(self, *paths: str | None) -> None:
+    def __init__(self, load: Callable[[], Content], paths: Iterable[str | None]) -> None:
+        """Load the files. Raises what `load` raises. `paths`: files to watch; None for one that is not used."""
+        self._load = load
         self._paths = [path for path in paths if path is not None]
         self._versions = self._read_versions()
+        self._content = load()
 
-    def reload_if_changed(self, reload: Callable[[], None]) -> None:
-        """Call `reload` if a file has changed since the last call. A ConfigError or OSError of it is only logged."""
+    def get(self) -> Content:
+        """Return the content of the files as they are now. While they are not valid, return the old content."""
         versions = self._read_versions()
-        if versions == self._versions:
-            return
-        self._versions = versions
-        try:
-            reload()
-            log.info("%s was read anew", ", ".join(self._paths))
-        except (ConfigError, OSError) as error:
-            log.error("the last certificate stays in use: %s", error)
+        if versions != self._versions:
+            self._versions = versions
+            try:
+                self._content = self._load()
+                log.info("%s was read anew", ", ".join(self._paths))
+            except (ConfigError, OSError) as error:
+                log.error("the last certificate stays in use: %s", error)
+        return self._content
 
     def _read_versions(self) -> list[tuple[int, int]]:
         """Return what changes when files are written or replaced, also by a symbolic link; 0 for missing files."""
@@ -146,16 +139,16 @@ def watch_client_files(
     They count for connections that are opened from then on. Authorities are added, and none is removed. While a file
     cannot be used, those that were read before count. The argument of the function, the time, is ignored.
     """
-    files = _WatchedFiles(certificate_path, key_path, ca_path)
 
-    def reload() -> None:
+    def load() -> None:
         make_client_context(certificate_path, key_path, ca_path, flag_prefix)  # raises before anything is changed
         if ca_path is not None:
             _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
         if certificate_path is not None:
             _load_certificate(context, certificate_path, key_path, flag_prefix)
 
-    return lambda _: files.reload_if_changed(reload)
+    files = _ReloadedFiles(load, (certificate_path, key_path, ca_path))
+    return lambda _: files.get()
 
 
 def _check_pair(certificate_path: str | None, key_path: str | None, flag_prefix: str) -> None:
