@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from router.decide.config import HealthConfig
 from router.decide.messages import FailureKind, RouteRequest, TransferKind
@@ -256,6 +257,11 @@ class CircuitBreaker:
         return is_pause_over
 
 
+_FAILURES_OF_HEALTHY_WORKERS: Final = frozenset((
+    FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.NOT_SERVED, FailureKind.LOST, FailureKind.SOURCE,
+))  # fmt: skip
+
+
 def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
     """Return whether a failure of a request counts against its worker, so that no client can take a worker out.
 
@@ -264,7 +270,7 @@ def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, si
     """
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
         return request.is_streaming and worker.last_answer_at_s <= silent_since_s
-    return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST, FailureKind.SOURCE)
+    return kind not in _FAILURES_OF_HEALTHY_WORKERS
 
 
 def find_unusable_reason(worker: Worker) -> str | None:

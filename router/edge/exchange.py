@@ -74,6 +74,13 @@ class Exchange:
         return self.context.decision
 
     @property
+    def _is_for_adapter(self) -> bool:
+        """Whether the request is a prompt for a LoRA adapter."""
+        context = self.context
+        has_adapter = context.route is not None and context.route.scope.lora is not None
+        return has_adapter and context.request.path in API_KIND_BY_PATH
+
+    @property
     def _recorder(self) -> TokenRecorder | None:
         """Recorder of the tokens in the present worker's answer; None if they are not recorded."""
         return None if self.context.continuation is None else self.context.continuation.recorder
@@ -333,6 +340,8 @@ class Exchange:
         worker that could not fetch KV cache from another worker is asked again, to compute the prompt itself.
         """
         failure_kind = RETRYABLE_STATUSES.get(head.status)
+        if head.status == 404 and self._is_for_adapter:
+            failure_kind = FailureKind.NOT_SERVED
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
             can_compute_alone = not self._prefill.needs_partner
             self._drop_prefill("error", "the decode failed")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router.decide.workers import ServedModel
 from router.edge.config import Timeouts
 from router.http.response import MAX_INTERIM_RESPONSES
 
@@ -225,6 +226,36 @@ def test_engines_errors_pass_through_and_are_not_repeated(edge: Any, make_post: 
         assert answer.startswith(b"HTTP/1.1 " + status)
         assert body_of(answer) == b'{"error":{"message":"x"}}'
         assert sum(len(worker.received) for worker in workers) == 1
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/completions", b"/v1/messages", b"/v1/responses"])
+def test_an_adapter_that_a_worker_has_unloaded_answers_elsewhere(edge: Any, make_post: Any, path: bytes) -> None:
+    """The worker's list of models is read every few seconds. Its 404 reaches the client if no other has the adapter."""
+    prompt = {"prompt": "hello", "input": "hello", "messages": [{"role": "user", "content": "hello"}]}
+    field = {b"/v1/completions": "prompt", b"/v1/responses": "input"}.get(path, "messages")
+    body = json.dumps({"model": "tuned", field: prompt[field], "max_tokens": 5}).encode()
+
+    async def scenario() -> None:
+        await edge.start()
+        unloaded = [await edge.worker(edge.reply(b'"unloaded"', status=b"404 Not Found")) for _ in range(2)]
+        loaded = await edge.worker(edge.reply(b'"good"'))
+        for worker in list(edge.core.workers.values()):
+            models = (*worker.spec.models, ServedModel("tuned", "tiny", lora="tuned", max_model_len=4096))
+            edge.core.add_worker(dataclasses.replace(worker.spec, models=models), edge.now())
+        for _ in range(4):
+            answer = await edge.exchange(make_post(body, path))
+            assert status_of(answer) == 200
+            assert body_of(answer) == b'"good"'
+        assert sum(len(worker.received) for worker in unloaded) >= 1
+        assert [worker.state.value for worker in edge.core.workers.values()] == ["up"] * 3
+        edge.core.remove_worker("w2", edge.now())
+        received_count = len(loaded.received)
+        answer = await edge.exchange(make_post(body, path))
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert body_of(answer) == b'"unloaded"'
+        assert len(loaded.received) == received_count
 
     edge.run(scenario())
 
