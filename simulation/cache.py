@@ -32,8 +32,6 @@ class SimCache:
         """Number of reserved blocks that are not computed yet."""
         self.host_blocks: OrderedDict[int, None] = OrderedDict()
         """Blocks in host memory, the least recently used first."""
-        self.last_loaded_blocks = 0
-        """Number of blocks that the last `reserve` moved back from host memory."""
 
         # Listeners.
         self.on_store: Callable[[list[int], int | None], None] | None = None
@@ -60,19 +58,19 @@ class SimCache:
         """Count the blocks that running requests hold."""
         return len(self.reference_count_by_block) + self.unnamed_blocks
 
-    def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> bool:
+    def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> int | None:
         """Take `block_count` blocks for a request: the first `hit_blocks` are cached, the others are computed later.
 
-        Return False, and take none, if the capacity does not allow it. `force`: exceed the capacity, so that no worker
-        is idle while others hold all blocks of a shared cache.
+        Return how many cached blocks move back from host memory. Return None, and take none, if the capacity does not
+        allow it. `force`: exceed the capacity, so that no worker is idle while others hold all of a shared cache.
         """
         cached_block_ids, new_block_count = block_ids[:hit_blocks], block_count - hit_blocks
         if not force and not self._has_room(cached_block_ids, new_block_count):
-            return False
-        self.last_loaded_blocks = self._reference(cached_block_ids)
+            return None
+        loaded_blocks = self._reference(cached_block_ids)
         self.unnamed_blocks += new_block_count
         self.evict_excess()
-        return True
+        return loaded_blocks
 
     def _has_room(self, cached_block_ids: list[int], new_block_count: int) -> bool:
         """Return whether a request can use these cached blocks and reserve new ones, if idle blocks are evicted."""

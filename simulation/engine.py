@@ -44,7 +44,7 @@ class EngineLimits:
     """Whether the prompt with the fewest remaining tokens is computed first, otherwise the oldest prompt."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimSequence:
     """A request in a simulated engine: it waits, its prompt is computed in chunks (prefill), then its answer (decode).
 
@@ -86,18 +86,14 @@ class SimSequence:
         self.prefill_tokens = self.request.prompt_tokens
         self.remaining_tokens = self.request.output_tokens
 
+    def __lt__(self, other: SimSequence) -> bool:
+        """Compare two sequences in the order in which they finish, as `heapq` needs it."""
+        return (self.finish_step, self.admission_order) < (other.finish_step, other.admission_order)
+
     @property
     def queue_key(self) -> float:
         """Key by which waiting prompts are ordered, lowest first."""
         return self.prefill_tokens - self.computed_tokens + AGEING * self.computed_before_arrival
-
-
-class DecodingSequence(NamedTuple):
-    """A sequence that decodes, in the order in which sequences finish."""
-
-    finish_step: int
-    admission_order: int
-    sequence: SimSequence
 
 
 class PromptChunk(NamedTuple):
@@ -144,7 +140,7 @@ class SimWorker:
         # Requests: first waiting, then prefilling, then decoding.
         self.waiting_sequences: deque[SimSequence] = deque()
         self.prefilling_sequences: list[SimSequence] = []
-        self.decoding_heap: list[DecodingSequence] = []
+        self.decoding_heap: list[SimSequence] = []
         """Heap of the decoding sequences: the next to finish comes first."""
         self.decoding_context_tokens = 0
         """Tokens in the contexts of all decoding sequences, at the start of the current decode run or step."""
@@ -177,14 +173,15 @@ class SimWorker:
 
     def submit(self, sequence: SimSequence, now: float) -> None:
         """Enqueue a request that arrives."""
-        sequence.computed_before_arrival = self._prefill_capacity_used
-        if self._decode_run is not None and self._unused_prefill_tokens:
-            sequence.computed_before_arrival += self._unused_prefill_tokens * self._count_started_steps(now)
+        run = self._decode_run
+        started_steps = 0 if run is None else min(self._count_started_steps(run, now), run.planned_steps)
+        sequence.computed_before_arrival = self._prefill_capacity_used + self._unused_prefill_tokens * started_steps
         self._enqueue(sequence)
         if self.wake_s is None:
             self._start_step(now)
-        elif self._decode_run is not None and len(self.waiting_sequences) == 1:
-            self._cut_decode_run(now)
+        elif run is not None and len(self.waiting_sequences) == 1:  # the new request can join after the running step
+            self._decode_run = run._replace(planned_steps=started_steps)
+            self.wake_s = max(now, self._compute_run_end_s(self._decode_run))
 
     def advance(self, now: float) -> StepResult:
         """End the step, or run of decode-only steps, that ends at `wake_s`, and begin the next."""
@@ -214,11 +211,10 @@ class SimWorker:
         step_count = self.step_count
         run = self._decode_run
         if run is not None:
-            finished_steps = self._count_started_steps_by_time(now - run.start_s) - 1
-            step_count += min(finished_steps, run.planned_steps)
+            step_count += min(self._count_started_steps(run, now) - 1, run.planned_steps)
         return [
-            (sequence, sequence.request.output_tokens - max(finish_step - step_count, 0))
-            for finish_step, _, sequence in self.decoding_heap
+            (sequence, sequence.request.output_tokens - max(sequence.finish_step - step_count, 0))
+            for sequence in self.decoding_heap
         ]
 
     def _enqueue(self, sequence: SimSequence) -> None:
@@ -312,21 +308,11 @@ class SimWorker:
             token_budget -= self._add_chunk(sequence, token_budget)
         return token_budget
 
-    def _cut_decode_run(self, now: float) -> None:
-        """End a run of decode-only steps after its running step, so that a new request can join."""
-        assert self._decode_run is not None
-        self._decode_run = self._decode_run._replace(planned_steps=self._count_started_steps(now))
-        self.wake_s = max(now, self._compute_run_end_s(self._decode_run))
-
-    def _count_started_steps(self, now: float) -> int:
-        """Count the steps of the decode run that have started."""
-        run = self._decode_run
-        assert run is not None
-        return min(run.planned_steps, self._count_started_steps_by_time(now - run.start_s))
-
-    def _count_started_steps_by_time(self, elapsed_s: float) -> int:
-        """Count the decode-only steps that start within so many seconds, if the run does not end before."""
-        return self.step_times.count_started_steps(elapsed_s, len(self.decoding_heap), self.decoding_context_tokens)
+    def _count_started_steps(self, run: DecodeRun, now: float) -> int:
+        """Count the decode-only steps that have started, if the run did not end before."""
+        return self.step_times.count_started_steps(
+            now - run.start_s, len(self.decoding_heap), self.decoding_context_tokens
+        )
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Reserve the blocks of a waiting sequence, so that it can start; return False if the cache has no room."""
@@ -336,9 +322,10 @@ class SimWorker:
         must_fit = is_idle and self.cache.is_shared
         if not is_idle and self._would_pass_watermark(needed_blocks - hit_blocks):
             return False
-        if not self.cache.reserve(sequence.request.block_ids, hit_blocks, needed_blocks, force=must_fit):
+        loaded_blocks = self.cache.reserve(sequence.request.block_ids, hit_blocks, needed_blocks, force=must_fit)
+        if loaded_blocks is None:
             return False
-        sequence.blocks_to_load = self.cache.last_loaded_blocks
+        sequence.blocks_to_load = loaded_blocks
         self._admission_count += 1
         sequence.admission_order = self._admission_count
         sequence.registered_blocks = hit_blocks
@@ -370,14 +357,14 @@ class SimWorker:
             self._finish(sequence, step_result)
             return
         sequence.finish_step = self.step_count + sequence.remaining_tokens - 1
-        heapq.heappush(self.decoding_heap, _make_heap_entry(sequence))
+        heapq.heappush(self.decoding_heap, sequence)
         self.decoding_context_tokens += sequence.prefill_tokens + 1
         self._generated_tokens += 1
 
     def _finish_decodes(self, step_result: StepResult) -> None:
         """Finish the sequences with their last token in this step."""
         while self.decoding_heap and self.decoding_heap[0].finish_step <= self.step_count:
-            sequence = heapq.heappop(self.decoding_heap).sequence
+            sequence = heapq.heappop(self.decoding_heap)
             self._stop_decoding(sequence, sequence.remaining_tokens)
             self._finish(sequence, step_result)
 
@@ -423,7 +410,7 @@ class SimWorker:
         if self.cache.capacity is None:
             return
         while len(self.decoding_heap) > 1 and self._count_free_blocks() * self.block_size < len(self.decoding_heap):
-            self._preempt(max(self.decoding_heap, key=lambda entry: entry.admission_order).sequence)
+            self._preempt(max(self.decoding_heap, key=lambda sequence: sequence.admission_order))
         self.cache.evict_excess()
 
     def _preempt(self, sequence: SimSequence) -> None:
@@ -434,7 +421,7 @@ class SimWorker:
         self.preemption_count += 1
         missing_tokens = sequence.finish_step - self.step_count  # each step generates one
         generated_tokens = sequence.remaining_tokens - missing_tokens
-        self.decoding_heap.remove(_make_heap_entry(sequence))
+        self.decoding_heap.remove(sequence)
         heapq.heapify(self.decoding_heap)
         self._stop_decoding(sequence, generated_tokens)
         registered_block_ids = sequence.request.block_ids[: sequence.registered_blocks]
@@ -447,7 +434,3 @@ class SimWorker:
             self._enqueue(sequence)
         else:
             self.waiting_sequences.appendleft(sequence)
-
-
-def _make_heap_entry(sequence: SimSequence) -> DecodingSequence:
-    return DecodingSequence(sequence.finish_step, sequence.admission_order, sequence)

@@ -340,7 +340,7 @@ class Oracle(Residency):
         prefill = times.compute_prefill_s(length - hit, hit)
         waiting = [*worker.prefilling_sequences, *worker.waiting_sequences]
         queue = sum(remaining_work_s(worker, job) for job in waiting)
-        remaining_lens = [entry[0] - worker.step_count for entry in worker.decoding_heap]
+        remaining_lens = [sequence.finish_step - worker.step_count for sequence in worker.decoding_heap]
         n = len(remaining_lens)
         step = times.compute_decode_s(n, worker.decoding_context_tokens)
         slow = 1.0 + step / (times.prefill_s_per_token * times.step_tokens)
