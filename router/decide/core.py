@@ -562,9 +562,9 @@ class RouterCore:
         self.watchdog.record_answer(
             decision.worker,
             counted_tokens=request.prompt_tokens if is_counted else None,
-            prompt_tokens=usage.prompt_tokens,
+            reported_tokens=usage.prompt_tokens,
             predicted_cached_tokens=decision.predicted_cached_tokens,
-            cached_tokens=usage.cached_tokens,
+            reported_cached_tokens=usage.cached_tokens,
             resident_tokens=decision.terms.resident_tokens,
             block_tokens=worker.spec.block_size,
         )

@@ -70,6 +70,10 @@ class _DeviationAlarm:
     amounts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """(wrong amount, compared amount) of each of the last requests, in tokens or in prompts."""
 
+    def record_request(self, *, wrong: int, compared: int) -> None:
+        """Record how much was compared for one request, in tokens or in prompts, and how much of that was wrong."""
+        self.amounts.append((wrong, compared))
+
     def describe(self) -> list[str]:
         """Return the text of the alarm, "name: ...", in a list, which is empty if the alarm is not raised."""
         wrong = sum(wrong for wrong, _ in self.amounts)
@@ -79,6 +83,31 @@ class _DeviationAlarm:
             return []
         message = self.message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
         return [f"{self.name}: {message}"]
+
+
+@dataclass(slots=True)
+class _SilenceAlarm:
+    """Alarm for one worker: raised if REQUESTS_MIN requests filled or reused blocks, and no event announced a block."""
+
+    announced_blocks: int = 0
+    """Number of blocks that the worker's events had announced at the last of these requests."""
+    request_count: int = 0
+    """Requests in a row, up to the last one, at which that number was the same."""
+
+    def record_request(self, announced_blocks: int) -> None:
+        """Record a request after which an event must come. `announced_blocks`: their number before that event."""
+        if announced_blocks != self.announced_blocks:  # events come: this request is the first to wait for the next one
+            self.announced_blocks, self.request_count = announced_blocks, 0
+        self.request_count += 1
+
+    def describe(self, announced_blocks: int) -> list[str]:
+        """Return the text of the alarm in a list, empty if it is not raised or a block was announced since."""
+        if self.request_count < REQUESTS_MIN or announced_blocks != self.announced_blocks:
+            return []
+        return [
+            f"events: {self.request_count} prompts filled or reused blocks since the last block was announced: the "
+            "worker's events are off or do not arrive"
+        ]
 
 
 class _WorkerAlarms:
@@ -103,10 +132,13 @@ class _WorkerAlarms:
             message_template="{part} tokens of {count} requests were predicted to be cached and were not, {percent} % "
             "of their tokens: its cache is too small for what it gets",
         )
-        self.announced_blocks = 0
-        """Number of blocks that the worker's events had announced when a request last filled or reused a block."""
-        self.unannounced_requests = 0
-        """Requests that filled or reused a block while that number stayed the same."""
+        self.silence = _SilenceAlarm()
+
+    def compare_cached_tokens(self, *, prompt_tokens: int, predicted: int, reported: int) -> None:
+        """Compare the cached tokens of a prompt: predicted 320 and reported 200 are 120 wrong of 320, all missing."""
+        if predicted or reported:
+            self.cached_tokens.record_request(wrong=abs(predicted - reported), compared=max(predicted, reported))
+        self.missing_tokens.record_request(wrong=max(predicted - reported, 0), compared=prompt_tokens)
 
 
 class Watchdog:
@@ -124,43 +156,34 @@ class Watchdog:
         worker_id: str,
         *,
         counted_tokens: int | None,
-        prompt_tokens: int | None,
+        reported_tokens: int | None,
         predicted_cached_tokens: int,
-        cached_tokens: int | None,
-        resident_tokens: int | None = None,
+        reported_cached_tokens: int | None,
+        resident_tokens: int,
         block_tokens: int | None = None,
     ) -> None:
         """Compare what the router predicted for one answer with what the engine reports, for the alarms of a worker.
 
-        The router counted `counted_tokens` in the prompt, and the engine reports `prompt_tokens` and `cached_tokens`;
-        None: not counted, or not reported. Of the predicted cached tokens, events of the worker confirm
-        `resident_tokens`. `block_tokens` is the worker's block length.
+        The prompt has `counted_tokens` by the router (None: it cannot count them), and `reported_tokens` by the engine.
+        The worker's events had announced the first `resident_tokens` as cached. The prediction may be more than that.
+        `block_tokens`: the worker's block length. None: the engine does not report the number.
         """
         alarms = self._alarms.get(worker_id)
         if alarms is None:
             alarms = self._alarms[worker_id] = _WorkerAlarms()
-        prompt_length = counted_tokens if prompt_tokens is None else prompt_tokens
-        known_cached_tokens = cached_tokens or 0
-        has_reused_block = False
-        if counted_tokens is not None:
-            if prompt_tokens is not None:
-                alarms.prompt_lengths.amounts.append((int(counted_tokens != prompt_tokens), 1))
-            if cached_tokens is not None:
-                if predicted_cached_tokens or cached_tokens:
-                    wrong_tokens = abs(predicted_cached_tokens - cached_tokens)
-                    alarms.cached_tokens.amounts.append((wrong_tokens, max(predicted_cached_tokens, cached_tokens)))
-                missing_tokens = max(predicted_cached_tokens - cached_tokens, 0)
-                alarms.missing_tokens.amounts.append((missing_tokens, counted_tokens))
-            if resident_tokens is not None:
-                has_reused_block = known_cached_tokens > resident_tokens
-        uncached_tokens = 0 if prompt_length is None else prompt_length - known_cached_tokens
-        has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
-        # The worker has blocks of which the router did not know. If it publishes events, they have announced blocks.
-        if has_new_block or has_reused_block:
-            announced_blocks = self.count_stored_blocks(worker_id)
-            if announced_blocks != alarms.announced_blocks:
-                alarms.announced_blocks, alarms.unannounced_requests = announced_blocks, 0
-            alarms.unannounced_requests += 1
+        if counted_tokens is not None and reported_tokens is not None:
+            alarms.prompt_lengths.record_request(wrong=int(counted_tokens != reported_tokens), compared=1)
+        if counted_tokens is not None and reported_cached_tokens is not None:
+            alarms.compare_cached_tokens(
+                prompt_tokens=counted_tokens, predicted=predicted_cached_tokens, reported=reported_cached_tokens
+            )
+        # Events must tell of blocks that the request filled, and of those that it found cached without an event.
+        cached_tokens = reported_cached_tokens or 0
+        prompt_tokens = (counted_tokens if reported_tokens is None else reported_tokens) or 0
+        has_filled_block = prompt_tokens - cached_tokens >= (block_tokens or BLOCK_TOKENS)
+        has_reused_unknown_block = counted_tokens is not None and cached_tokens > resident_tokens
+        if has_filled_block or has_reused_unknown_block:
+            alarms.silence.record_request(self.count_stored_blocks(worker_id))
 
     def forget(self, worker_id: str) -> None:
         """Forget a worker that was removed."""
@@ -176,12 +199,8 @@ class Watchdog:
             return []
         deviation_alarms = (alarms.prompt_lengths, alarms.cached_tokens, alarms.missing_tokens)
         texts = [text for alarm in deviation_alarms for text in alarm.describe()]
-        has_many_unannounced = alarms.unannounced_requests >= REQUESTS_MIN
-        if expects_events and has_many_unannounced and self.count_stored_blocks(worker_id) == alarms.announced_blocks:
-            texts.append(
-                f"events: {alarms.unannounced_requests} prompts filled or reused blocks since the last block was "
-                "announced: the worker's events are off or do not arrive"
-            )
+        if expects_events:
+            texts += alarms.silence.describe(self.count_stored_blocks(worker_id))
         return texts
 
     def list_event_alarms(self, worker_id: str) -> list[str]:

@@ -21,8 +21,8 @@ def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
     """A request of a worker that agrees in everything, up to `changes`."""
     length = 500 + i
     values: dict[str, int | None] = {
-        "counted_tokens": length, "prompt_tokens": length, "predicted_cached_tokens": 320, "cached_tokens": 320,
-        **changes,
+        "counted_tokens": length, "reported_tokens": length, "predicted_cached_tokens": 320,
+        "reported_cached_tokens": 320, "resident_tokens": 320, **changes,
     }  # fmt: skip
     dog.record_answer("w", **values)  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def test_another_chat_template_is_flagged_within_50() -> None:
     dog = CountingWatchdog()
     for i in range(50):
         dog.stored_blocks["w"] = i
-        finish(dog, i, prompt_tokens=507 + i)
+        finish(dog, i, reported_tokens=507 + i)
     assert alarm_names(dog) == ["prompt_tokens"]
 
 
@@ -51,7 +51,7 @@ def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> Non
     dog, rng = CountingWatchdog(), random.Random(1)
     for i in range(50):
         dog.stored_blocks["w"] = i
-        finish(dog, i, prompt_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
+        finish(dog, i, reported_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
     assert alarm_names(dog) == ["prompt_tokens"]
 
 
@@ -59,7 +59,7 @@ def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
     dog = CountingWatchdog()
     for i in range(50):
         dog.stored_blocks["w"] = i
-        finish(dog, i, predicted_cached_tokens=0, cached_tokens=320)
+        finish(dog, i, predicted_cached_tokens=0, reported_cached_tokens=320)
     assert alarm_names(dog) == ["cached_tokens"]
 
 
@@ -67,7 +67,7 @@ def test_eviction_now_and_then_is_no_drift() -> None:
     dog, rng = CountingWatchdog(), random.Random(2)
     for i in range(200):
         dog.stored_blocks["w"] = i
-        finish(dog, i, cached_tokens=320 if rng.random() < 0.8 else 160)
+        finish(dog, i, reported_cached_tokens=320 if rng.random() < 0.8 else 160)
         assert alarm_names(dog) == []
 
 
@@ -76,7 +76,7 @@ def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() 
     dog = CountingWatchdog()
     for i in range(50):
         dog.stored_blocks["w"] = i
-        finish(dog, i, predicted_cached_tokens=320, cached_tokens=320 if i % 2 else 0)
+        finish(dog, i, predicted_cached_tokens=320, reported_cached_tokens=320 if i % 2 else 0)
     assert alarm_names(dog) == ["promised"]
     for i in range(50):
         finish(dog, i)
@@ -87,7 +87,7 @@ def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
     dog = CountingWatchdog()
     dog.stored_blocks["w"] = 100
     for i in range(50):
-        finish(dog, i, predicted_cached_tokens=0, cached_tokens=0)
+        finish(dog, i, predicted_cached_tokens=0, reported_cached_tokens=0)
         dog.stored_blocks["w"] = 100
     assert alarm_names(dog) == ["events"]
     assert dog.list_alarms("w", expects_events=False) == []
@@ -102,16 +102,21 @@ def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> 
         dog.record_answer(
             "w",
             counted_tokens=90 + i,
-            prompt_tokens=90 + i,
+            reported_tokens=90 + i,
             predicted_cached_tokens=80,
-            cached_tokens=80,
+            reported_cached_tokens=80,
             resident_tokens=0,
         )
     assert alarm_names(dog) == ["events"]
     dog = CountingWatchdog()
     for _ in range(50):  # the same prompt again and again: nothing new to announce
         dog.record_answer(
-            "w", counted_tokens=90, prompt_tokens=90, predicted_cached_tokens=80, cached_tokens=80, resident_tokens=80
+            "w",
+            counted_tokens=90,
+            reported_tokens=90,
+            predicted_cached_tokens=80,
+            reported_cached_tokens=80,
+            resident_tokens=80,
         )
     assert alarm_names(dog) == []
 
@@ -119,17 +124,17 @@ def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> 
 def test_the_workers_block_length_says_what_must_be_announced() -> None:
     dog = CountingWatchdog()
     for _ in range(50):
-        finish(dog, 0, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
+        finish(dog, 0, predicted_cached_tokens=0, reported_cached_tokens=0, block_tokens=528)
     assert alarm_names(dog) == []
     for _ in range(50):
-        finish(dog, 100, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
+        finish(dog, 100, predicted_cached_tokens=0, reported_cached_tokens=0, block_tokens=528)
     assert alarm_names(dog) == ["events"]
 
 
 def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
     dog = CountingWatchdog()
     for _ in range(100):
-        dog.record_answer("w", counted_tokens=20, prompt_tokens=20, predicted_cached_tokens=0, cached_tokens=0)
+        finish(dog, 0, counted_tokens=20, reported_tokens=20, predicted_cached_tokens=0, reported_cached_tokens=0)
     assert alarm_names(dog) == []
 
 
@@ -137,7 +142,7 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
     dog = CountingWatchdog()
     for i in range(100):
         dog.stored_blocks["w"] = i
-        finish(dog, i, prompt_tokens=None, cached_tokens=None)
+        finish(dog, i, reported_tokens=None, reported_cached_tokens=None)
     assert alarm_names(dog) == []
     dog.forget("w")
     assert dog.list_alarms("w") == []
