@@ -214,11 +214,14 @@ class RequestPlacer:
         if is_new and self.queue.is_full(active_request):
             return Refuse(request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
         winner, charge_s = choice.winner, _compute_charge_s(active_request, choice)
-        self.queue.put(active_request, target=winner.target.name, prefill_s=winner.terms.prefill_s, charge_s=charge_s)
-        if is_new:
-            self._counters["queued"] += 1
-            if len(self.queue.requests) == 1:
-                self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
+        target, prefill_s = winner.target.name, winner.terms.prefill_s
+        if not is_new:
+            self.queue.move(request_id, target=target, prefill_s=prefill_s, charge_s=charge_s)
+            return Enqueue(request_id)
+        self.queue.add(active_request, target=target, prefill_s=prefill_s, charge_s=charge_s)
+        self._counters["queued"] += 1
+        if len(self.queue.requests) == 1:
+            self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request_id)
 
     def place_queued(self, now: float) -> Iterator[Forward | Refuse]:

@@ -28,7 +28,7 @@ def make_active_request(name: str, tenant: str, number: int) -> ActiveRequest:
 
 def put_request(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
     request = make_active_request(name, tenant, number)
-    queue.put(request, target="w", prefill_s=seconds, charge_s=seconds)
+    queue.add(request, target="w", prefill_s=seconds, charge_s=seconds)
 
 
 @given(

@@ -39,7 +39,11 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         if operation == "put":
             arrived_s, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
             request = make_active_request(name, priority, arrived_s, deadline)
-            queue.put(request, target=f"w{number % 3}", prefill_s=work / 2, charge_s=work)
+            target, prefill_s = f"w{number % 3}", work / 2
+            if name in entries:
+                queue.move(name, target=target, prefill_s=prefill_s, charge_s=work)
+            else:
+                queue.add(request, target=target, prefill_s=prefill_s, charge_s=work)
             entries[name] = (priority, work, arrived_s, deadline)
         elif operation == "drop":
             queue.remove(name)
