@@ -11,7 +11,6 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -39,10 +38,10 @@ from engine.parallel.messages import (
     CopyBlocks,
     FollowerReply,
     LeaderMessage,
-    LoadFailed,
+    LoadDone,
     LoadModel,
     PlanDecoder,
-    RankLoaded,
+    PlanMessage,
     ReadBlocks,
     StartRunner,
     WriteBlocks,
@@ -54,66 +53,91 @@ log = logging.getLogger("engine.follower")
 
 
 class Follower:
-    """A tensor-parallel rank other than rank 0, the leader: computes each step on its part of the model, as told.
+    """A tensor-parallel rank other than rank 0, the leader: computes each step on its part of the model, as told."""
 
-    The leader's messages are executed in order: load the model, make the runner and its cache, then plans of steps.
-    """
+    def __init__(self, rank: int, size: int, connection: Connection, store_port: int) -> None:
+        """Make the follower of a rank, of `size` ranks, that has loaded nothing.
 
-    def __init__(self, rank: int, size: int) -> None:
-        """Make the follower of a rank, of `size` ranks, that has loaded nothing."""
-        self.rank = rank
-        self.device = torch.device("cpu")
-        self._config = EngineConfig()
+        `connection`: to the leader. `store_port`: port of the leader's TCPStore, by which the ranks find each other.
+        """
         self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
+        self._connection = connection
+        self._store_port = store_port
+        self._has_joined_group = False
+        self._config = EngineConfig()
         self._rank_model: RankModel | None = None
         self._runner: ModelRunner | None = None
         self._plan_decoder = PlanDecoder()
 
-    def load(self, config: EngineConfig, folder: Path) -> RankLoaded:
-        """Load this rank's part of the model in a checkpoint's folder, and return the reply to the leader.
+    def run(self) -> None:
+        """Execute the leader's messages in order, until the leader closes the socket.
 
-        Raises ConfigError, ModelError, OSError, MemoryError.
+        The first ones load the model, and make the runner and its cache. Then come the plans of steps.
         """
-        torch.set_num_threads(config.num_threads)
-        self._config = config
-        self.device = select_rank_device(config, self._shard.rank)
-        model, dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
-        self._rank_model = resolve_rank_model(config, model, dtype, self.device)
-        return RankLoaded()
+        decoder: msgspec.msgpack.Decoder[LeaderMessage] = msgspec.msgpack.Decoder(LeaderMessage)
+        while True:
+            try:
+                payload = self._connection.recv_bytes()
+            except (EOFError, ConnectionError):
+                return
+            message = decoder.decode(payload)
+            if isinstance(message, LoadModel):
+                self._load(message)
+            elif isinstance(message, StartRunner):
+                assert self._rank_model is not None
+                self._runner = make_runner(self._config, self._rank_model, message.unit_count)
+                self._runner.record_decode_steps(count_sequences_max(self._config))
+                self._plan_decoder = PlanDecoder()
+            else:
+                assert self._runner is not None
+                self._execute(message, self._runner)
 
-    def agree_on_cache_size(self) -> None:
-        """Take part in sizing the cache by the smallest free memory of all ranks. The leader then sends the result."""
-        assert self._rank_model is not None
-        size_cache(self._config, self._rank_model, all_reduce_min)
-
-    def execute(self, message: LeaderMessage) -> FollowerReply | None:
-        """Execute a message of the leader: make the runner, compute a step, or read, write or copy cache blocks.
-
-        Returns the reply to ReadBlocks; None for other messages. LoadModel is not among them: see `load`.
-        """
-        if isinstance(message, StartRunner):
-            assert self._rank_model is not None
-            self._runner = make_runner(self._config, self._rank_model, message.unit_count)
-            self._runner.record_decode_steps(count_sequences_max(self._config))
-            self._plan_decoder = PlanDecoder()
-            return None
-        assert not isinstance(message, LoadModel)
-        assert self._runner is not None
-        block_copier = self._runner.pool.block_copier
-        if isinstance(message, ReadBlocks):
-            return BlockParts(bytes(block_copier.read_blocks(message.places)))
-        if isinstance(message, WriteBlocks):
-            block_copier.write_blocks(message.places, memoryview(bytearray(message.contents)))
+    def _execute(self, message: PlanMessage | CopyBlocks | ReadBlocks | WriteBlocks, runner: ModelRunner) -> None:
+        """Compute a step, or copy, read or write cache blocks. The reply to ReadBlocks is their contents."""
+        block_copier = runner.pool.block_copier
+        if isinstance(message, PlanMessage):
+            runner.execute(self._plan_decoder.decode(message))
         elif isinstance(message, CopyBlocks):
             block_copier.execute(message.block_copies)
-        else:  # PlanMessage: the sequences and tokens of one step
-            self._runner.execute(self._plan_decoder.decode(message))
-        return None
+        elif isinstance(message, ReadBlocks):
+            self._reply(BlockParts(bytes(block_copier.read_blocks(message.places))))
+        else:
+            block_copier.write_blocks(message.places, memoryview(bytearray(message.contents)))
+
+    def _load(self, message: LoadModel) -> None:
+        """Load this rank's part of the model, reply, and then size the cache by the smallest free memory of all ranks.
+
+        The leader does the same, and sends the size. After any error of loading, the reply is the reason.
+        """
+        config = self._config = message.config
+        rank_format = f"%(asctime)s %(levelname)s %(name)s (rank {self._shard.rank}): %(message)s"
+        logging.basicConfig(level=config.log_level.upper(), format=rank_format)
+        try:
+            torch.set_num_threads(config.num_threads)
+            device = select_rank_device(config, self._shard.rank)
+            model, dtype = load_model(Path(message.folder), dtype=config.dtype, device=device, shard=self._shard)
+            self._rank_model = resolve_rank_model(config, model, dtype, device)
+        except Exception as error:  # noqa: BLE001 - the leader must get the reason
+            if not isinstance(error, (ValueError, OSError)):
+                traceback.print_exc()
+            self._reply(LoadDone(str(error)))
+            return
+        self._reply(LoadDone(None))
+        if not self._has_joined_group:
+            store = TCPStore(LOOPBACK, self._store_port, self._shard.num_ranks, is_master=False)
+            join_process_group(self._shard.rank, self._shard.num_ranks, store, device)
+            self._has_joined_group = True
+        size_cache(config, self._rank_model, all_reduce_min)
+
+    def _reply(self, reply: FollowerReply) -> None:
+        self._connection.send_bytes(msgspec.msgpack.encode(reply))
 
     def close(self) -> None:
-        """Close the runner. Must be called before the process group is destroyed."""
+        """Close the runner, and then leave the process group."""
         if self._runner is not None:
             self._runner.close()
+        if self._has_joined_group:
+            dist.destroy_process_group()
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
@@ -124,37 +148,13 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     faulthandler.enable()
     connection = Connection(fd)
     exit_when_closed(fd)
-    follower = Follower(rank, size)
+    follower = Follower(rank, size, connection, port)
     try:
-        has_joined_group = _execute_messages(connection, follower, size, port)
+        follower.run()
     except Exception as error:  # noqa: BLE001 - the process ends, which the leader notices
         _exit_after_error(connection, error, f"rank {rank} of {size}")
-    if has_joined_group:
-        follower.close()
-        dist.destroy_process_group()
+    follower.close()
     return 0
-
-
-def _execute_messages(connection: Connection, follower: Follower, group_size: int, store_port: int) -> bool:
-    """Execute the messages of the leader, rank 0, and reply to them, until the leader closes the socket.
-
-    After each load of a model, all `group_size` ranks agree on the size of the cache. For that, this rank joins their
-    process group after the first load, through the leader's TCPStore at `store_port`. Returns whether it has joined.
-    """
-    has_joined_group = False
-    for message in _receive_messages(connection):
-        reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
-        if reply is not None:
-            connection.send_bytes(msgspec.msgpack.encode(reply))
-        has_loaded_model = isinstance(reply, RankLoaded)
-        if not has_loaded_model:
-            continue
-        if not has_joined_group:
-            store = TCPStore(LOOPBACK, store_port, group_size, is_master=False)
-            join_process_group(follower.rank, group_size, store, follower.device)
-            has_joined_group = True
-        follower.agree_on_cache_size()
-    return has_joined_group
 
 
 def _exit_after_error(connection: Connection, error: Exception, rank_name: str) -> NoReturn:
@@ -162,39 +162,11 @@ def _exit_after_error(connection: Connection, error: Exception, rank_name: str) 
 
     The process ends at once: threads of the process group may wait for other ranks, and would abort an orderly exit.
     """
-    is_leader_gone = _is_hung_up(connection)
+    poll = select.poll()
+    poll.register(connection, 0)  # poll reports the end of a connection in any case
+    is_leader_gone = bool(poll.poll(0))
     if not is_leader_gone:
         log.error("%s fails: %s: %s", rank_name, type(error).__name__, error)
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(0 if is_leader_gone else 1)
-
-
-def _load(follower: Follower, message: LoadModel) -> FollowerReply:
-    """Load the rank's part of the model. After any error, reply with the reason."""
-    level = message.config.log_level.upper()
-    rank_format = f"%(asctime)s %(levelname)s %(name)s (rank {follower.rank}): %(message)s"
-    logging.basicConfig(level=level, format=rank_format)
-    try:
-        return follower.load(message.config, Path(message.folder))
-    except Exception as error:  # noqa: BLE001 - the leader must get the reason
-        if not isinstance(error, (ValueError, OSError)):
-            traceback.print_exc()
-        return LoadFailed(str(error))
-
-
-def _receive_messages(connection: Connection) -> Iterator[LeaderMessage]:
-    """Yield the leader's messages until the leader closes the socket."""
-    decoder: msgspec.msgpack.Decoder[LeaderMessage] = msgspec.msgpack.Decoder(LeaderMessage)
-    while True:
-        try:
-            payload = connection.recv_bytes()
-        except (EOFError, ConnectionError):
-            return
-        yield decoder.decode(payload)
-
-
-def _is_hung_up(connection: Connection) -> bool:
-    poll = select.poll()
-    poll.register(connection, 0)  # poll reports the end of a connection in any case
-    return bool(poll.poll(0))

@@ -27,7 +27,7 @@ from engine.types import (
 
 # leader -> follower
 class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Command to load the model. The reply is `RankLoaded` or `LoadFailed`."""
+    """Command to load the model. The reply is `LoadDone`."""
 
     config: EngineConfig
     folder: str
@@ -59,14 +59,11 @@ class WriteBlocks(msgspec.Struct, tag="write", array_like=True, frozen=True):
 
 
 # follower -> leader
-class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """The rank has loaded its part. Next it joins the process group, and takes part in sizing the cache."""
+class LoadDone(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """Reply to `LoadModel`. After a success, the rank joins the process group, and takes part in sizing the cache."""
 
-
-class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The rank cannot load its part. The message gives the reason."""
-
-    message: str
+    error: str | None
+    """Reason why the rank cannot load its part; None: it has."""
 
 
 class BlockParts(msgspec.Struct, tag="parts", array_like=True, frozen=True):
@@ -108,7 +105,7 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 LeaderMessage = LoadModel | StartRunner | PlanMessage | CopyBlocks | ReadBlocks | WriteBlocks
-FollowerReply = RankLoaded | LoadFailed | BlockParts
+FollowerReply = LoadDone | BlockParts
 
 
 class _SentChunk(NamedTuple):

@@ -37,7 +37,7 @@ from engine.parallel.messages import (
     CopyBlocks,
     FollowerReply,
     LeaderMessage,
-    LoadFailed,
+    LoadDone,
     LoadModel,
     PlanEncoder,
     ReadBlocks,
@@ -140,8 +140,9 @@ class Leader:
         """
         for follower in self._followers:
             reply = follower.receive()
-            if isinstance(reply, LoadFailed):
-                raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
+            assert isinstance(reply, LoadDone), reply
+            if reply.error is not None:
+                raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.error}")
         if not self._has_joined_group:
             join_process_group(0, self.rank_count, self._store, device)
             self._has_joined_group = True
