@@ -220,7 +220,7 @@ class ChoiceUpdater:
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:
-            self._stream.close(output.request_id)
+            self._stream.abort(output.request_id)
         if delta.finish_reason is not None:
             self._record_finish(choice, delta.finish_reason, now_s)
         return choice, delta

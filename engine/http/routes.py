@@ -103,7 +103,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes and announce that. Running sequences keep their blocks."""
     state = request.app[STATE]
     state.check_running()
-    await state.client.reset_prefix_cache()
+    await state.client.call_core("reset")
     return web.Response()
 
 

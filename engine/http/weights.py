@@ -97,7 +97,7 @@ async def _change_weights(state: ServerState, action: Literal["sleep", "wake", "
         state.is_asleep = True  # no request is admitted while this waits
         try:
             await state.wait_until_idle()
-            await state.client.change_weights(action, **options)
+            await state.client.call_core(action, **options)
             is_asleep_at_end = action == "sleep"
         except ValueError as error:
             raise RequestError(str(error), code="conflict", status=409) from None

@@ -107,17 +107,21 @@ class OutputStream:
                 self._open_request_ids.discard(request_id)
         return outputs
 
-    def close(self, request_id: str | None = None) -> None:
-        """Abort one sequence of the request if it still runs; without an id, all of them. Idempotent."""
-        if request_id is None:
-            self.logprob_share.close()
-            closed_ids = list(self._open_request_ids)
-        else:
-            closed_ids = [request_id] if request_id in self._open_request_ids else []
-        self._open_request_ids.difference_update(closed_ids)
-        for closed_id in closed_ids:
-            self._pending_output_by_id.pop(closed_id, None)
-        self._client.abort(closed_ids)
+    def close(self) -> None:
+        """Abort all sequences that still run, and forget their unread outputs. Idempotent."""
+        self.logprob_share.close()
+        self._abort(list(self._open_request_ids))
+
+    def abort(self, request_id: str) -> None:
+        """Abort one sequence if it still runs, and forget its unread output."""
+        if request_id in self._open_request_ids:
+            self._abort([request_id])
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._open_request_ids.difference_update(request_ids)
+        for request_id in request_ids:
+            self._pending_output_by_id.pop(request_id, None)
+        self._client.abort(request_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
         """Give newly generated tokens of a sequence to the reader. Unread outputs of a sequence are merged.
@@ -271,15 +275,26 @@ class EngineClient(asyncio.Protocol):
         if running_ids and self.death_reason is None:
             self._send(AbortRequests(running_ids))
 
-    async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running sequences keep their blocks."""
-        await self._call("reset")
-
-    async def change_weights(
-        self, operation: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
+    async def call_core(
+        self, operation: Literal["reset", "sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
     ) -> None:
-        """Sleep, wake up or load other weights. Raises ValueError with the reason if that fails."""
-        error = await self._call(operation, level, path)
+        """Have the core empty its prefix cache, sleep, wake up or load other weights, and wait until it has.
+
+        Running sequences keep their blocks. `level`: for "sleep", 2 to free the weights in host memory, too. `path`:
+        for "reload", the folder of the weights, or None for the last one. Raises ValueError with the reason if the
+        operation fails, and EngineDeadError.
+        """
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        self._call_count += 1
+        call_id = self._call_count
+        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._pending_calls[call_id] = future
+        self._send(CallCore(call_id, operation, level, path))
+        try:
+            error = await future
+        finally:
+            self._pending_calls.pop(call_id, None)
         if error is not None:
             raise ValueError(error)
 
@@ -297,26 +312,6 @@ class EngineClient(asyncio.Protocol):
             return 0.0
         _, sent_at_s = self._open_ping
         return now - sent_at_s
-
-    async def _call(
-        self, operation: Literal["reset", "sleep", "wake", "reload"], level: int = 1, path: str | None = None
-    ) -> str | None:
-        """Have the core do `operation`, and wait for the reply. Return the reason for a failure, or None for success.
-
-        `level`: for "sleep", 2 to free the weights in host memory, too. `path`: for "reload", the folder of the
-        weights, or None for the last one. Raises EngineDeadError.
-        """
-        if self.death_reason is not None:
-            raise EngineDeadError(self.death_reason)
-        self._call_count += 1
-        call_id = self._call_count
-        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._pending_calls[call_id] = future
-        self._send(CallCore(call_id, operation, level, path))
-        try:
-            return await future
-        finally:
-            self._pending_calls.pop(call_id, None)
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """End the core process; kill it after `timeout_s`, or at once while it still starts and has nothing to save."""

@@ -146,8 +146,6 @@ class CoreLoop:
         self._publisher = engine.publisher
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
-        self._rejected_outputs: list[SequenceOutput] = []
-        """Outputs of requests that can never be served, until the next report."""
         self._stats_due_s = 0.0
         """Time from which on a report has statistics again."""
 
@@ -169,26 +167,25 @@ class CoreLoop:
                 wait_s: float | None = 0.0
             else:
                 wait_s = STATS_PERIOD_S if is_busy else None
-            for command in core_socket.receive(wait_s):
-                self._execute_command(command)
             outputs: list[SequenceOutput] = []
+            for command in core_socket.receive(wait_s):
+                outputs += self._execute_command(command)
             if core.has_work:
                 is_idle_reported = False
             if core.can_step:
-                outputs = core.step(time.monotonic())
+                outputs += core.step(time.monotonic())
                 if self._checks_invariants:
                     core.check_invariants()
             self._send_outputs(outputs)
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
         """Send a step's outputs and those of rejected requests in one report, with statistics every STATS_PERIOD_S."""
-        rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
         now_s = time.monotonic()
         is_stats_due = now_s >= self._stats_due_s
         if is_stats_due:
             self._stats_due_s = now_s + STATS_PERIOD_S
-        if rejected_outputs or outputs or is_stats_due:
-            self._core_socket.send(self._make_report([*rejected_outputs, *outputs], with_stats=is_stats_due))
+        if outputs or is_stats_due:
+            self._core_socket.send(self._make_report(outputs, with_stats=is_stats_due))
         else:
             self._core_socket.flush()
 
@@ -199,23 +196,24 @@ class CoreLoop:
         publisher_stats = None if self._publisher is None else self._publisher.stats
         return StepOutputs(outputs, self._core.stats(), publisher_stats, self._get_simulation_lag())
 
-    def _execute_command(self, command: Command) -> None:
-        """Execute a command, and send its reply if it has one."""
+    def _execute_command(self, command: Command) -> list[SequenceOutput]:
+        """Execute a command, and send its reply if it has one. Returns the outputs of requests that were rejected."""
         if isinstance(command, AddRequests):
-            for request in command.requests:
-                self._add_request(request)
-        elif isinstance(command, AbortRequests):
+            outputs = [self._add_request(request) for request in command.requests]
+            return [output for output in outputs if output is not None]
+        if isinstance(command, AbortRequests):
             self._core.abort(command.request_ids)
         else:
             self._core_socket.send(CallDone(command.call_id, self._execute_call(command)))
+        return []
 
-    def _add_request(self, request: Request) -> None:
-        """Queue a request. If it can never be served, its output is the reason, sent with the next report."""
+    def _add_request(self, request: Request) -> SequenceOutput | None:
+        """Queue a request. Returns None; or, if the request can never be served, an output with the reason."""
         try:
             self._core.add(request, time.monotonic())
         except ValueError as error:
-            output = SequenceOutput.from_error(request.request_id, str(error), is_client_error=True)
-            self._rejected_outputs.append(output)
+            return SequenceOutput.from_error(request.request_id, str(error), is_client_error=True)
+        return None
 
     def _execute_call(self, call: CallCore) -> str | None:
         """Reset the prefix cache, sleep, wake up or reload weights. Returns the reason for a failure, or None."""

@@ -40,11 +40,8 @@ class Client:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    async def reset_prefix_cache(self) -> None:
-        self.calls["reset"] += 1
-
-    async def change_weights(self, action: str, **options: Any) -> None:
-        self.calls[action] += 1
+    async def call_core(self, operation: str, **options: Any) -> None:
+        self.calls[operation] += 1
 
 
 def make_state(client: Client, **config: Any) -> ServerState:
@@ -154,7 +151,7 @@ def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
 class RefusingClient(Client):
     """Refuses each change of weights after a moment."""
 
-    async def change_weights(self, action: str, **options: Any) -> None:
+    async def call_core(self, operation: str, **options: Any) -> None:
         await asyncio.sleep(0.01)
         raise ValueError("no")
 
