@@ -53,17 +53,6 @@ class TokenCounts(NamedTuple):
     """How often the output has each token; 0 if only the prompt has it."""
 
 
-class GatheredRows(NamedTuple):
-    """Token counts of some rows. Entries past a row's tokens repeat its first one."""
-
-    token_ids: Tensor
-    """[n, width] int64"""
-    output_counts: Tensor
-    """[n, width] int32"""
-    token_counts: Tensor
-    """[n, 1] int64: distinct tokens of each row"""
-
-
 @dataclass(frozen=True, slots=True)
 class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
@@ -152,12 +141,33 @@ class Penalties:
         if step.counts_by_new_row:
             self._store_new_rows(step.counts_by_new_row)
         for rows in self._split_rows(step):
-            gathered = self._gather_rows(batch.device_table_rows[rows], step.width)
-            row_logits = logits[rows] if batch.logits_rows is None else logits[batch.logits_rows[rows]]
-            new_logits = _penalise(row_logits.gather(1, gathered.token_ids), batch, rows, gathered)
-            row_logits.scatter_(1, gathered.token_ids, new_logits)
-            if batch.logits_rows is not None:
-                logits.index_copy_(0, batch.logits_rows[rows], row_logits)
+            self._penalise(logits, step, rows)
+
+    def _penalise(self, logits: Tensor, step: PenaltyStep, rows: slice) -> None:
+        """Penalise the logits of some of a step's rows, in place.
+
+        repetition_penalty divides positive logits, and multiplies negative ones. From this, frequency_penalty is
+        subtracted once for each time that the output has the token, and presence_penalty if it has the token at all.
+        """
+        batch, width = step.rows, step.width
+        table_rows = batch.device_table_rows[rows]
+        token_ids = self._token_ids[:, :width].index_select(0, table_rows)
+        output_counts = self._output_counts[:, :width].index_select(0, table_rows)
+        token_counts = self._token_counts.index_select(0, table_rows)[:, None]
+        # Entries past a row's tokens become its first one: that is written again with the same value.
+        is_used = torch.arange(width, device=self._device) < token_counts
+        token_ids = torch.where(is_used, token_ids, token_ids[:, :1]).long()
+        output_counts = torch.where(is_used, output_counts, output_counts[:, :1])
+
+        row_logits = logits[rows] if batch.logits_rows is None else logits[batch.logits_rows[rows]]
+        old_logits = row_logits.gather(1, token_ids)
+        repetition = batch.repetition[rows]
+        repeated = torch.where(old_logits > 0, old_logits / repetition, old_logits * repetition)
+        new_logits = torch.where(token_counts > 0, repeated, old_logits)  # a row without tokens stays as it is
+        new_logits -= batch.frequency[rows] * output_counts + batch.presence[rows] * (output_counts > 0)
+        row_logits.scatter_(1, token_ids, new_logits)
+        if batch.logits_rows is not None:
+            logits.index_copy_(0, batch.logits_rows[rows], row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, step: PenaltyStep) -> None:
         """Add the token drawn for each sequence to the sequence's token counts on the device. Called after `apply`.
@@ -189,15 +199,6 @@ class Penalties:
         for start in range(0, len(step.rows.sequences), part_rows):
             yield slice(start, start + part_rows)
 
-    def _gather_rows(self, table_rows: Tensor, width: int) -> GatheredRows:
-        """Return the counts of table rows. To penalise the repeated entries past a row's tokens changes nothing."""
-        token_ids = self._token_ids[:, :width].index_select(0, table_rows)
-        output_counts = self._output_counts[:, :width].index_select(0, table_rows)
-        token_counts = self._token_counts.index_select(0, table_rows)[:, None]
-        is_used = torch.arange(width, device=self._device) < token_counts
-        token_ids = torch.where(is_used, token_ids, token_ids[:, :1]).long()
-        return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), token_counts)
-
     def _store_new_rows(self, counts_by_row: dict[int, TokenCounts]) -> None:
         """Write the tokens of rows that this step uses for the first time."""
         table_rows = copy_to_device(np.array(list(counts_by_row), np.int64), self._device)
@@ -219,20 +220,6 @@ class Penalties:
         if added_rows or added_width:
             self._token_ids = F.pad(self._token_ids, (0, added_width, 0, added_rows))
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
-
-
-def _penalise(old_logits: Tensor, batch: PenaltyRows, rows: slice, gathered: GatheredRows) -> Tensor:
-    """Return the logits of the gathered tokens of a batch's rows after penalties. old_logits, result: [rows, width].
-
-    repetition_penalty divides positive logits, and multiplies negative ones. From this, frequency_penalty is subtracted
-    once for each time that the output has the token, and presence_penalty if it has the token at all.
-    """
-    repetition = batch.repetition[rows]
-    repeated = torch.where(old_logits > 0, old_logits / repetition, old_logits * repetition)
-    new_logits = torch.where(gathered.token_counts > 0, repeated, old_logits)  # a row without tokens stays as it is
-    counts = gathered.output_counts
-    new_logits -= batch.frequency[rows] * counts + batch.presence[rows] * (counts > 0)
-    return new_logits
 
 
 def _compute_growth(size: int, needed_size: int, size_max: int) -> int:
