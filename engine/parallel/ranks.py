@@ -222,24 +222,19 @@ class Leader:
         self._is_closing = True
         for follower in self._followers:
             follower.close()
-        if not self._has_joined_group:
-            self._end_followers()
-        elif self._lost_reason is None:
+        leave_thread: threading.Thread | None = None
+        if self._has_joined_group and self._lost_reason is None:
             # With NCCL, no rank leaves the process group before all do, so this rank leaves while the followers end.
             # A thread does that, because it would wait forever for a follower that has died unnoticed.
             leave_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
             leave_thread.start()
-            self._end_followers()
-            leave_thread.join(GRACE_S)
-        else:
-            self._end_followers()
-            if dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
-                dist.destroy_process_group()
-        self._has_joined_group = False
-
-    def _end_followers(self) -> None:
         for follower in self._followers:
             follower.end_process()
+        if leave_thread is not None:
+            leave_thread.join(GRACE_S)
+        elif self._has_joined_group and dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
+            dist.destroy_process_group()
+        self._has_joined_group = False
 
     def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
         """Wait until a follower ends, and report that unless the leader is closing, or an operation has reported it."""
