@@ -67,20 +67,12 @@ class ConstrainedAnswers:
             if reasoning_end not in answer_tokens:
                 return reasoning_end if prompt_began_reasoning else preferred_token
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
-        return self._next_grammar_token(
-            seq.request.request_id, constraint.lark_grammar, answer_tokens, preferred_token=preferred_token
-        )
-
-    def _next_grammar_token(
-        self, request_id: str, grammar: str, answer_tokens: list[int], *, preferred_token: int
-    ) -> int:
-        """Return the token after `answer_tokens`, the part of an answer that matches a grammar so far."""
-        state = self._advance_matcher(request_id, grammar, answer_tokens)
+        state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
         if not state.forced_token_ids:
             state.forced_token_ids = deque(state.matcher.compute_ff_tokens())
         if state.forced_token_ids:
             return state.forced_token_ids[0]
-        has_tags = PARAMETER_END_TAG in grammar  # tool calls have their arguments between tags
+        has_tags = PARAMETER_END_TAG in constraint.lark_grammar  # tool calls have their arguments between tags
         return self._choose_token(answer_tokens, state, preferred_token, has_tags=has_tags)
 
     def _choose_token(

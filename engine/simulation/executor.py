@@ -47,6 +47,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         if unsupported_reason is not None:
             raise ConfigError(f"--simulate: script: turns cannot be said: {unsupported_reason}")
     model = SimulatedModel(config, spec, tokenizer)
+    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
     # The blocks have no contents, so any head size is right. With this one, a unit of memory is one block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
@@ -59,7 +60,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         dtype="simulated",
         device=spec.source,
         step_tokens_max=config.step_tokens_max,
-        simulated_link=_make_link(config, spec),
+        simulated_link=SimulatedLink(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes),
         script_turns=spec.script_turns,
     )
 
@@ -140,11 +141,6 @@ class SimulatedModel:
         """Check that the folder exists. Raises ConfigError."""
         if path is not None:
             locate_model(path, weights=False)
-
-
-def _make_link(config: EngineConfig, spec: SimulationSpec) -> SimulatedLink:
-    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
-    return SimulatedLink(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
 
 
 def _count_blocks(config: EngineConfig, spec: SimulationSpec) -> int:

@@ -109,15 +109,11 @@ class SimulatedRunner:
         self._block_size = block_size
         self._due_at_s = 0.0
         """When the last step should have ended."""
-        self._total_lag = SimulationLag()
+        self.simulation_lag = SimulationLag()
         """How late the steps ended, since the start."""
         self._recent_lag = SimulationLag()
         """How late they ended since the last report in the log."""
         self._next_report_at_s = clock() + REPORT_S
-
-    @property
-    def simulation_lag(self) -> SimulationLag:
-        return self._total_lag
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Return a function that makes up the tokens of a step, and sleeps until the step's simulated end."""
@@ -155,12 +151,12 @@ class SimulatedRunner:
         result.sampled_tokens.append(token)
 
     def close(self) -> None:
-        if self._total_lag.step_count:
-            _log_lag("in all", self._total_lag)
+        if self.simulation_lag.step_count:
+            _log_lag("in all", self.simulation_lag)
 
     def _record_lag(self, step_s: float, lag_s: float) -> None:
         """Count how late a step ended, and log that every REPORT_S. After a long lag the timeline begins anew."""
-        self._total_lag = _add_step(self._total_lag, step_s, lag_s)
+        self.simulation_lag = _add_step(self.simulation_lag, step_s, lag_s)
         self._recent_lag = _add_step(self._recent_lag, step_s, lag_s)
         now_s = self._due_at_s + lag_s
         if lag_s > RESYNC_LAG_S:
