@@ -34,13 +34,13 @@ class RequestDispatcher:
         proxy: Proxy,
         reader: RequestReader,
         limits: TenantLimits,
-        miss_reasons: MissReasonsRecorder | None = None,
-        discover_model: Callable[[str], Awaitable[int]] | None = None,
+        miss_reasons: MissReasonsRecorder,
+        discover_model: Callable[[str], Awaitable[int]],
     ) -> None:
         """Make a dispatcher that reads requests by `reader`, checks them against `limits`, and hands them to `proxy`.
 
         `miss_reasons` records why prompts are not cached. `discover_model` asks all workers for a model that none is
-        known to serve, and returns the number of workers that may still be loading it. None: without these.
+        known to serve, and returns the number of workers that may still be loading it.
         """
         self.proxy = proxy
         self.reader = reader
@@ -106,7 +106,7 @@ class RequestDispatcher:
         context = exchange.context
         exchange.request_worker(self._prepare_route_request(context))
         self.reader.store_conversation(context)
-        if self.miss_reasons is not None and not context.is_done:
+        if not context.is_done:
             self.miss_reasons.prepare_comparison(context)
         context.body = None  # its messages are large, and not needed any more
 
@@ -126,7 +126,7 @@ class RequestDispatcher:
 
     def _is_model_missing(self, context: RequestContext) -> bool:
         """Return whether workers should be asked for the model that a request names, as none is known to serve it."""
-        if self.discover_model is None or context.is_done:
+        if context.is_done:
             return False
         assert context.body is not None
         assert context.model is not None
@@ -138,7 +138,6 @@ class RequestDispatcher:
 
         Raises RequestError with 503 while a worker that was never reached may serve the model: clients repeat that.
         """
-        assert self.discover_model is not None
         assert context.model is not None
         model = context.model.name
         unreached_count = await self.discover_model(model)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from options.addresses import bracket_host
 from options.system import import_event_loops, raise_file_limit
@@ -65,6 +65,9 @@ class RouterProcess:
     `await RouterProcess(config, version).run()` serves until SIGTERM, SIGINT or SIGHUP.
     """
 
+    dispatcher_class: ClassVar[type[RequestDispatcher]] = RequestDispatcher
+    app_class: ClassVar[type[RouterApp]] = RouterApp
+
     def __init__(self, config: ProcessConfig, version: str) -> None:
         """Make the parts of the process, each from earlier ones. Needs a running event loop. Raises ConfigError."""
         self._config = config
@@ -101,13 +104,15 @@ class RouterProcess:
             proxy, self._worker_list.describe_workers, version=version, get_explanation=get_explanation
         )
         self._local_routes = self._make_local_routes()
-        self._dispatcher = self._make_dispatcher()
+        self._dispatcher = self.dispatcher_class(
+            proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, cluster.fleet.discover_model
+        )
 
         # What runs from the start to the end.
         self._listeners: list[Listener] = []
         self._timers = self._make_timers()
         self._timers.add("tls", watch_client_files(worker_tls, *config.worker_tls_files), TLS_FILES_S)
-        self._shutdown = Shutdown(config.edge, proxy, self._listeners)
+        self._shutdown = Shutdown(config.edge, proxy)
 
     async def run(self) -> None:
         """Serve requests until a signal comes, then let those in flight end. Raises OSError and ConfigError."""
@@ -142,7 +147,7 @@ class RouterProcess:
             self._shutdown.watch_signals()
             await self._shutdown.end_requested.wait()
             self._health.is_draining = True
-            await self._shutdown.drain(None if picker is None else picker.stop)
+            await self._shutdown.drain(self._listeners, None if picker is None else picker.stop)
 
     def _add_tracing(self) -> None:
         """Trace requests if an endpoint for traces is configured. Raises ConfigError if packages are missing."""
@@ -182,15 +187,9 @@ class RouterProcess:
             route_group.register(routes)
         return routes
 
-    def _make_dispatcher(self) -> RequestDispatcher:
-        pipeline, discover_model = self.pipeline, self.cluster.fleet.discover_model
-        return RequestDispatcher(
-            pipeline.proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, discover_model
-        )
-
     def _make_app(self, guard: Guard) -> RouterApp:
         is_forwarding = not isinstance(self._config, EppConfig)
-        return RouterApp(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
+        return self.app_class(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
 
     def _make_timers(self) -> Timers:
         """Return the periodic work of the process: some at every tick of 20 ms, the rest a few times a second."""

@@ -11,7 +11,6 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dispatch import RequestDispatcher
-from router.app.guard import Guard
 from router.app.process import RouterProcess
 from router.app.server import RouterApp
 from router.app.shadow_reporter import ShadowReporter
@@ -37,6 +36,10 @@ class CopyDispatcher(RequestDispatcher):
         self.proxy.metrics.tokenize_s.observe(context.body.prompt.seconds)
         exchange.request_worker(self.reader.build_route_request(context))
         self.reader.store_conversation(context)
+
+    def _is_model_missing(self, context: RequestContext) -> bool:
+        """Return False: workers are not asked for a model because of a copy."""
+        return False
 
 
 class CopyingApp(RouterApp):
@@ -68,6 +71,9 @@ class ShadowProcess(RouterProcess):
     `await ShadowProcess(config, version).run()` ends with a signal, or at the end of the log.
     """
 
+    dispatcher_class = CopyDispatcher
+    app_class = CopyingApp
+
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:
         # No answer passes from which to learn a worker's speed: the reporter finds it out.
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
@@ -91,12 +97,6 @@ class ShadowProcess(RouterProcess):
         if log_task is not None and log_task.done():
             log_task.result()
         self._reporter.finish()
-
-    def _make_dispatcher(self) -> RequestDispatcher:
-        return CopyDispatcher(self.pipeline.proxy, self.pipeline.request_reader, self.pipeline.tenant_limits)
-
-    def _make_app(self, guard: Guard) -> RouterApp:
-        return CopyingApp(self._dispatcher, self._local_routes, guard)
 
     async def _replay_log(self, log_path: Path) -> None:
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""

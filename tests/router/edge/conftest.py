@@ -249,6 +249,11 @@ async def let_loop_read() -> None:
         await asyncio.sleep(0)
 
 
+async def discover_no_model(model: str) -> int:
+    """Find no worker that serves a model, and none that may serve it later."""
+    return 0
+
+
 class Edge:
     """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
 
@@ -329,7 +334,7 @@ class Edge:
         self.proxy.on_end.append(self.tenants.remove_request)
         for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
             listeners.append(reading.stored_responses.record_answer)
-        self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants)
+        self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.reasons, discover_no_model)
         self.app = RouterApp(self.dispatcher, self.routes, guard or (lambda connection, request: None))
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.bind("127.0.0.1", 0, None)
@@ -340,10 +345,10 @@ class Edge:
         """All routes that `router run` answers itself, but for the dashboard and those of other routers."""
         self.fleet, self.feed = NoFleet(self.core, self.now), NoFeed()
         fleet, feed = cast(Any, self.fleet), cast(Any, self.feed)
-        reasons = MissReasonsRecorder(MissReasonsConfig(enabled=False), self.proxy, self.prompts)
+        self.reasons = MissReasonsRecorder(MissReasonsConfig(enabled=False), self.proxy, self.prompts)
         self.health = HealthRoutes(self.core, fleet, feed, self.now, 0.0)
         self.worker_list = WorkerListRoutes(self.proxy, fleet, self.prompts)
-        self.explanations = ExplanationRoutes(self.proxy, reader, reasons)
+        self.explanations = ExplanationRoutes(self.proxy, reader, self.reasons)
         self.metrics_page = MetricsPage(self.proxy, self.prompts, self.worker_pool, fleet, feed)
         self.routes = Routes()
         for group in (
