@@ -100,7 +100,7 @@ class FailureKind(str, enum.Enum):
     """The worker answered 500: its engine died, or the request makes it fail. The request is tried once elsewhere. The
     failure never counts against the worker: otherwise a request that fails everywhere would disable all workers."""
     NOT_SERVED = "not_served"
-    """The worker answered 404 to a request for a LoRA adapter, which was unloaded there a moment ago."""
+    """The worker answered 404: it has no longer the LoRA adapter, or has not the stored response, of the request."""
     LOST = "lost"
     """The worker went down or was removed meanwhile, which was counted already."""
     OVERLOADED = "overloaded"

@@ -22,6 +22,7 @@ from router.edge.config import Timeouts
 from router.edge.continuation import build_continuation
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
+from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import ResponseRedactor
 from router.edge.rewrite import Body, add_fields, build_response_head
 from router.edge.token_recorder import TokenRecorder
@@ -74,11 +75,16 @@ class Exchange:
         return self.context.decision
 
     @property
-    def _is_for_adapter(self) -> bool:
-        """Whether the request is a prompt for a LoRA adapter."""
-        context = self.context
-        has_adapter = context.route is not None and context.route.scope.lora is not None
-        return has_adapter and context.request.path in API_KIND_BY_PATH
+    def _may_be_found_elsewhere(self) -> bool:
+        """Whether another worker may have what the worker does not: a LoRA adapter, or a stored response.
+
+        The router knows the worker of a stored response only if it forwarded that response since its start.
+        """
+        route, path = self.context.route, self.context.request.path
+        if route is None or route.worker is not None:
+            return False
+        is_about_response = path.startswith(RESPONSES_PATH)
+        return is_about_response or (route.scope.lora is not None and path in API_KIND_BY_PATH)
 
     @property
     def _recorder(self) -> TokenRecorder | None:
@@ -340,7 +346,7 @@ class Exchange:
         worker that could not fetch KV cache from another worker is asked again, to compute the prompt itself.
         """
         failure_kind = RETRYABLE_STATUSES.get(head.status)
-        if head.status == 404 and self._is_for_adapter:
+        if head.status == 404 and self._may_be_found_elsewhere:
             failure_kind = FailureKind.NOT_SERVED
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
             can_compute_alone = not self._prefill.needs_partner

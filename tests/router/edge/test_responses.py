@@ -53,6 +53,37 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
     edge.run(scenario())
 
 
+@pytest.mark.parametrize("how", ["previous", "referenced", "GET", "DELETE"])
+def test_a_stored_response_from_before_the_routers_start_is_searched(edge: Any, make_post: Any, how: str) -> None:
+    """Its worker is unknown. A worker that does not have it answers 404, and so does the router if none has it."""
+
+    async def scenario() -> None:
+        def make_request(response_id: str) -> bytes:
+            if how == "previous":
+                return bytes(make_post(body(previous_response_id=response_id), PATH))
+            if how == "referenced":
+                item = {"type": "item_reference", "id": make_item_id("msg_", response_id, 0)}
+                return bytes(make_post(body(input=[item]), PATH))
+            return f"{how} {PATH.decode()}/{response_id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+
+        await edge.start()
+        missing = edge.reply(b'"none"', status=b"404 Not Found")
+        others = [await edge.worker(missing, name) for name in "ab"]
+        holder = await edge.worker(edge.reply(b'{"id":"resp_2"}'), "c")
+        for _ in range(3):
+            answer = await edge.exchange(make_request("resp_1"))
+            assert answer.split(b" ")[1] == b"200"
+        assert len(holder.received) == 3
+        assert any(worker.received for worker in others)
+        assert [worker.state.value for worker in edge.core.workers.values()] == ["up"] * 3
+        edge.core.remove_worker("c", edge.now())
+        answer = await edge.exchange(make_request("resp_1"))
+        assert answer.split(b" ")[1] == b"404"
+        assert answer.endswith(b'"none"')
+
+    edge.run(scenario())
+
+
 def test_a_stored_response_needs_no_model_to_be_found(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
