@@ -16,10 +16,10 @@ log = logging.getLogger("router")
 class RequestAccounting:
     """Counts ended requests in the metrics of a proxy, and logs a share of them."""
 
-    def __init__(self, proxy: Proxy, *, has_keys: bool = False, log_share: float = 0.0) -> None:
-        """`has_keys`: tokens are counted by the API key. `log_share`: share of requests that are logged."""
+    def __init__(self, proxy: Proxy, *, log_share: float = 0.0) -> None:
+        """`log_share`: share of requests that are logged."""
         self._proxy = proxy
-        self._has_keys = has_keys
+        self._has_keys = bool(proxy.config.api_keys)
         self._log_share = log_share
 
     def record_ended_request(self, context: RequestContext) -> None:

@@ -26,7 +26,7 @@ from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
 from router.app.listen_addresses import bind_addresses
 from router.app.request_pipeline import RequestPipeline
-from router.app.server import FORWARDED_PATHS, RouterApp
+from router.app.server import RouterApp, list_forwarded_paths
 from router.app.shutdown import Shutdown
 from router.app.system import (
     TRIM_S,
@@ -103,6 +103,7 @@ class RouterProcess:
         self._dashboard = Dashboard(
             proxy, self._worker_list.describe_workers, version=version, get_explanation=get_explanation
         )
+        self._forwarded_paths = {} if isinstance(config, EppConfig) else list_forwarded_paths(config.edge)
         self._local_routes = self._make_local_routes()
         self._dispatcher = self.dispatcher_class(
             proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, cluster.fleet.discover_model
@@ -161,9 +162,8 @@ class RouterProcess:
 
     def _make_local_routes(self) -> Routes:
         """Return the HTTP routes that the router answers without a worker: models, health, metrics, dashboard."""
-        config, pipeline, cluster = self._config, self.pipeline, self.cluster
+        pipeline, cluster = self.pipeline, self.cluster
         proxy, model_names = pipeline.proxy, pipeline.request_reader.model_names
-        forwarded_paths = () if isinstance(config, EppConfig) else (*FORWARDED_PATHS, *config.edge.pass_routes)
         model_by_alias = {} if model_names is None else model_names.model_by_alias
         metrics_page = MetricsPage(
             proxy,
@@ -175,7 +175,7 @@ class RouterProcess:
         )
         routes = Routes()
         for route_group in (
-            DescriptionRoutes(self._version, forwarded_paths),
+            DescriptionRoutes(self._version, self._forwarded_paths),
             self._health,
             ModelRoutes(proxy.core, model_by_alias, proxy.now),
             metrics_page,
@@ -188,8 +188,7 @@ class RouterProcess:
         return routes
 
     def _make_app(self, guard: Guard) -> RouterApp:
-        is_forwarding = not isinstance(self._config, EppConfig)
-        return self.app_class(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
+        return self.app_class(self._dispatcher, self._forwarded_paths, self._local_routes, guard)
 
     def _make_timers(self) -> Timers:
         """Return the periodic work of the process: some at every tick of 20 ms, the rest a few times a second."""

@@ -57,16 +57,13 @@ class RequestPipeline:
         self.request_reader.model_names = model_names if model_names.has_renames else None
 
         # Recording requests. The proxy calls these functions in the order in which they are added.
-        has_keys = bool(config.edge.api_keys)
         record_answer = self.request_reader.stored_responses.record_answer
         self.proxy.on_first_byte.append(record_answer)
         self.proxy.on_end.append(record_answer)
         self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
         self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
-        if has_keys:
-            self.proxy.on_end.append(self.tenant_limits.remove_request)
-        accounting = RequestAccounting(self.proxy, has_keys=has_keys, log_share=config.log_requests)
-        self.proxy.on_end.append(accounting.record_ended_request)
+        self.proxy.on_end.append(self.tenant_limits.remove_request)
+        self.proxy.on_end.append(RequestAccounting(self.proxy, log_share=config.log_requests).record_ended_request)
 
     def close(self) -> None:
         """Close connections to workers, worker processes and threads."""

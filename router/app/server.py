@@ -11,6 +11,7 @@ from typing import Final
 from prompts.paths import make_unknown_path_error
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
+from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.request_reader import UNVERSIONED_PATHS, is_worker_path
 from router.http.connection import ClientConnection
@@ -20,12 +21,14 @@ from router.http.local_replies import make_method_error, make_upgrade_error
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 
+MethodsByPath = dict[str, tuple[str, ...]]
+"""Methods of each path. `*` at the end of a path: any end."""
 FORWARDED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """Methods that --pass-route forwards. Other methods are about this server itself."""
-LOCAL_PATHS = {"/v1/models": ("GET", "HEAD")}
+LOCAL_PATHS: MethodsByPath = {"/v1/models": ("GET", "HEAD")}
 MODEL_PATH_PREFIX: Final = "/v1/models/"
 """Prefix of a model's path: its name, which may have slashes, follows."""
-FORWARDED_PATHS = {
+FORWARDED_PATHS: MethodsByPath = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
@@ -36,6 +39,11 @@ FORWARDED_PATHS = {
 """Forwarded paths and their methods. Other routes under /v1 change a worker, or use data that only one worker has."""
 
 
+def list_forwarded_paths(config: EdgeConfig) -> MethodsByPath:
+    """Return the paths that are forwarded to workers, with those of --pass-route."""
+    return FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
+
+
 class RouterApp:
     """HTTP application of one address: forwards requests to workers, or passes them to the routes of the router itself.
 
@@ -43,11 +51,11 @@ class RouterApp:
     """
 
     def __init__(
-        self, dispatcher: RequestDispatcher, local_routes: Routes, guard: Guard, *, is_forwarding: bool = True
+        self, dispatcher: RequestDispatcher, forwarded_paths: MethodsByPath, local_routes: Routes, guard: Guard
     ) -> None:
         """Make the application. `dispatcher` takes the requests for workers, and `local_routes` answer the others.
 
-        `guard` checks requests for routes of the operator. `is_forwarding`: False if nothing is forwarded to workers.
+        `guard` checks requests for routes of the operator.
         """
         proxy, config = dispatcher.proxy, dispatcher.proxy.config
         self.dispatcher = dispatcher
@@ -66,10 +74,8 @@ class RouterApp:
         self._guard = guard
         self._keys = ApiKeys(config.api_keys)
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
-        self._methods_by_path: dict[str, tuple[str, ...]] = {**LOCAL_PATHS}
-        """Methods of each path under `/v1/`, and of each other path that is forwarded. `*`: any end of a path."""
-        if is_forwarding:
-            self._methods_by_path |= FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
+        self._methods_by_path = LOCAL_PATHS | forwarded_paths
+        """Methods of each path under `/v1/`, and of each other path that is forwarded."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""

@@ -21,7 +21,7 @@ from router.admin.metrics_page import MetricsPage
 from router.admin.workers import WorkerListRoutes
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
-from router.app.server import RouterApp
+from router.app.server import RouterApp, list_forwarded_paths
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -335,7 +335,9 @@ class Edge:
         for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
             listeners.append(reading.stored_responses.record_answer)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.reasons, discover_no_model)
-        self.app = RouterApp(self.dispatcher, self.routes, guard or (lambda connection, request: None))
+        self.app = RouterApp(
+            self.dispatcher, list_forwarded_paths(config), self.routes, guard or (lambda connection, request: None)
+        )
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.bind("127.0.0.1", 0, None)
         await self.listener.listen()
