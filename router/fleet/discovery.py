@@ -282,36 +282,49 @@ class Prober:
         `restart_count`: restarts of the engine that its event streams have shown.
         """
         served = await self.fetch_models(flag)
-
-        # Ask for everything else at once.
         earlier_sources = () if earlier_facts is None else earlier_facts.sources
-        sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
-        bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
-        metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
-        await asyncio.gather(sources_task, bootstrap_task, metrics_task, return_exceptions=True)
-
-        sources, metrics = sources_task.result(), metrics_task.result()
-        if flag.reannounces:
-            sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
-        rank_count = max(1, len(sources))
-        engine_ids, problem = _read_engine_ids(bootstrap_task, rank_count)
-        if problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
-            log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, problem)
+        sources, (engine_ids, ids_problem), metrics = await self._ask_at_once(flag, earlier_sources)
+        if ids_problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
+            log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, ids_problem)
         sizes = await self._find_sizes(flag, served.engine, metrics)
-        is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
+        is_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources))))
 
-        # Fill in what the same engine told before, but not this time.
-        is_new_engine = True
-        if earlier_facts is not None and earlier_facts.may_be_same_engine(served, sources, engine_ids, restart_count):
-            is_new_engine = False
+        is_new_engine = earlier_facts is None or not earlier_facts.may_be_same_engine(
+            served, sources, engine_ids, restart_count
+        )
+        if earlier_facts is not None and not is_new_engine:  # fill in what the engine told before, but not this time
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
         elif is_asleep is None:
             is_asleep = False  # a new engine is awake
-        spec = self._make_spec(flag, served, sources, sizes, engine_ids or ())
         return WorkerFacts(
-            spec, sources, served.roots, sizes, engine_ids, is_asleep, problem, restart_count, is_new_engine
+            spec=self._make_spec(flag, served, sources, sizes, engine_ids or ()),
+            sources=sources,
+            roots=served.roots,
+            sizes=sizes,
+            engine_ids=engine_ids,
+            is_asleep=is_asleep,
+            engine_ids_problem=ids_problem,
+            restart_count=restart_count,
+            is_new_engine=is_new_engine,
         )
+
+    async def _ask_at_once(
+        self, flag: WorkerFlag, earlier_sources: tuple[EventSource, ...]
+    ) -> tuple[tuple[EventSource, ...], _EngineIds, str]:
+        """Return a worker's event sources, its engines' names for KV transfers, and its metrics (empty: it has none).
+
+        Raises FetchError or DecodeError if the sources are unknown, but only when all answers have come.
+        """
+        sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
+        bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
+        metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
+        # An exception stays in its task, so that all answers are awaited.
+        await asyncio.gather(sources_task, bootstrap_task, metrics_task, return_exceptions=True)
+        sources = sources_task.result()  # raises the exception of the task, if it has one
+        if flag.reannounces:
+            sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
+        return sources, _read_engine_ids(bootstrap_task, max(1, len(sources))), metrics_task.result()
 
     def _make_spec(
         self,
