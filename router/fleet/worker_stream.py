@@ -163,7 +163,20 @@ class WorkerStream:
         is_first_batch = self.last_seq is None and self.wrong_rank is None
         if is_first_batch and not self.is_only_rank:
             self._check_rank(decode_batch_rank(batch.payload))
+        self._count_batch(batch, report)
+        self.record_skipped(report.malformed)
 
+        is_snapshot = batch.seq is None
+        if is_snapshot or report.cleared:  # the index has all cached blocks: those of the snapshot, or none
+            self.complete_from = 0
+        elif self.complete_from is None:  # the first batch: blocks that earlier batches announced are missing
+            self.complete_from = batch.seq
+        if batch.seq is not None:
+            self.last_seq = batch.seq
+            self.position = StreamPosition(batch.seq, digest_payload(batch.payload))
+
+    def _count_batch(self, batch: Apply, report: IngestReport) -> None:
+        """Add a batch to the counters, and record when a live one came."""
         self.counters.update(batches=1, bytes=len(batch.payload), malformed=report.malformed_events)
         for name in REPORTED_COUNTERS:
             self.counters[name] += getattr(report, name)
@@ -172,15 +185,6 @@ class WorkerStream:
             self.last_event = AppliedBatch(now_s, None if made_s is None else now_s - made_s)
         else:
             self.counters["replayed" if batch.origin is Origin.REPLAY else "snapshots"] += 1
-        self.record_skipped(report.malformed)
-
-        if batch.seq is None or report.cleared:  # after a snapshot, or with an empty cache, the index lacks nothing
-            self.complete_from = 0
-        elif self.complete_from is None:
-            self.complete_from = batch.seq
-        if batch.seq is not None:
-            self.last_seq = batch.seq
-            self.position = StreamPosition(batch.seq, digest_payload(batch.payload))
 
     def _check_rank(self, batch_rank: int | None) -> None:
         """Log an error if the first batch names another data-parallel rank than the one it is followed for."""
