@@ -182,33 +182,39 @@ def _make_placeholder(message: Message, markers: tuple[str, ...]) -> _Placeholde
 
 
 def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
-    """Describe the parts of a message's content, and shorten their texts; return the descriptions and the short parts.
+    """Return the descriptions of a content's parts, for the kind of the message, and the parts with short texts.
 
-    Of several plain texts in a row, only the first two are kept, and the last part of the content. Raises
+    Of plain texts in a row, the first two are kept, and the last part of the content: ten texts become three. Raises
     _UnsupportedMessageError if more than PARTS_MAX parts remain.
     """
-    plain_description = ("text", _PLAIN_TEXT)
     descriptions: list[object] = []
     short_parts: list[Any] = []
+    plain_texts_in_row = 0
     for i, part in enumerate(parts):
-        is_object = isinstance(part, dict)
-        part_type = part.get("type") if is_object else "text"
-        text = part.get("text") if is_object else part
-        pieces = _split_at_markers(text, markers) if isinstance(text, str) else None
-        description = (part_type, None if pieces is None else _describe_text(pieces))
-        is_third_plain_text = [*descriptions[-2:], description] == [plain_description] * 3
+        description, short_part = _shorten_part(part, markers, filler)
+        plain_texts_in_row = plain_texts_in_row + 1 if description == ("text", _PLAIN_TEXT) else 0
         is_last = i == len(parts) - 1
-        if is_third_plain_text and not is_last:
+        if plain_texts_in_row > 2 and not is_last:
             continue
         if len(descriptions) == PARTS_MAX:
             raise _UnsupportedMessageError
         descriptions.append(description)
-        short_part = _shorten_value(part, 0)
-        if pieces is not None:
-            short_text = _shorten_text(pieces, filler)
-            short_part = {**short_part, "text": short_text} if is_object else short_text
         short_parts.append(short_part)
     return tuple(descriptions), short_parts
+
+
+def _shorten_part(part: Any, markers: tuple[str, ...], filler: str) -> tuple[_Kind, Any]:
+    """Return the type of a part with the description of its text (None: it has none), and the part with a short text.
+
+    A part is a text alone, or an object such as {"type": "text", "text": "Hello"}.
+    """
+    part_type, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+    if not isinstance(text, str):
+        return (part_type, None), _shorten_value(part, 0)
+    pieces = _split_at_markers(text, markers)
+    short_text = _shorten_text(pieces, filler)
+    short_part = {**_shorten_value(part, 0), "text": short_text} if isinstance(part, dict) else short_text
+    return (part_type, _describe_text(pieces)), short_part
 
 
 def _split_at_markers(text: str, markers: tuple[str, ...]) -> list[str]:

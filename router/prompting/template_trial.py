@@ -129,16 +129,15 @@ def _compare_cached_and_full_tokens(
         matches = reader.cache.find("chat", body)
         continuation = reader.read_continuation(matches, body) if matches else None
         if continuation is None:
-            cached = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
-            if cached is not None:
-                reader.cache.store(cached, body)
-            continue
-        cached_turn_count += 1
-        if list(continuation.token_ids) != list(prompt.token_ids or ()):
-            problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
-            return cached_turn_count, problem
-        if continuation.cache_entry is not None:
-            reader.cache.store(continuation.cache_entry, body)
+            cache_entry = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
+        else:
+            cached_turn_count += 1
+            if list(continuation.token_ids) != list(prompt.token_ids or ()):
+                problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
+                return cached_turn_count, problem
+            cache_entry = continuation.cache_entry
+        if cache_entry is not None:  # the next turn continues this one
+            reader.cache.store(cache_entry, body)
     return cached_turn_count, None
 
 
