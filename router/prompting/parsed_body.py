@@ -44,24 +44,26 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Outline of the messages, if it was made along with the prompt."""
     tokenize_request: bytes | None = None
     """Body of the `/tokenize` request by which an engine tokenises the prompt; None if no engine is to do that."""
-    further_tokens: Sequence[int] = ()
-    """Number of tokens of each prompt after the first, if an engine tokenises the first."""
+    further_lengths: Sequence[int] = ()
+    """Tokens of each prompt after the first, if an engine tokenises the first."""
 
     def set_ids(
         self,
         token_ids: Sequence[int] | None,
         request: RoutingRequest,
         tokens_max: int | None,
-        further_tokens: Sequence[int] = (),
+        further_lengths: Sequence[int] = (),
         *,
         is_whole: bool = True,
     ) -> None:
         """Set the ids of the first prompt, truncated to what a worker would use, and the size of all prompts.
 
-        `tokens_max`: most tokens that the model takes. `is_whole`: whether the ids are of the whole first prompt.
+        For example, `tokens_max` = 4,096 (the model's context) keeps the first 4,097 ids of 10,000: more are not looked
+        up in any cache. The size is 10,000 all the same. `is_whole`: False if a part of the first prompt has no ids.
+        `further_lengths`: tokens of each other prompt, as a completion request can have several.
         """
         self.token_ids = truncate_prompt(token_ids, request, tokens_max)
-        self.size = measure_prompts(token_ids, request, tokens_max, further_tokens, is_exact=is_whole)
+        self.size = measure_prompts(token_ids, request, tokens_max, further_lengths, is_exact=is_whole)
 
 
 def tokenize_prompt(
@@ -83,11 +85,11 @@ def tokenize_prompt(
     prompt = TokenizedPrompt()
     rendered = read_prompt(request, tokenizer, tokens_max)
     if rendered.token_ids is not None:
-        further_tokens = count_further_tokens(request, tokenizer)
-        prompt.set_ids(rendered.token_ids, request, tokens_max, further_tokens, is_whole=rendered.is_whole)
+        further_lengths = count_further_tokens(request, tokenizer)
+        prompt.set_ids(rendered.token_ids, request, tokens_max, further_lengths, is_whole=rendered.is_whole)
     elif remote_model is not None:
         prompt.tokenize_request = build_tokenize_request(request, remote_model)
-        prompt.further_tokens = count_further_tokens(request, tokenizer)
+        prompt.further_lengths = count_further_tokens(request, tokenizer)
     try:
         prompt.outline = outline_chat(request) if makes_outline else None
         is_truncated = prompt.token_ids is not rendered.token_ids

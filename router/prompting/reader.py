@@ -23,9 +23,7 @@ from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
 from router.prompting.conversation_reading import Continuation
-from router.prompting.encode import (
-    is_light,
-)
+from router.prompting.encode import is_light
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.parsed_body import BodyToRead, ParsedBody, PromptTarget, TokenizedPrompt, tokenize_prompt
@@ -130,7 +128,8 @@ class PromptReader:
 
     async def _tokenize_at_worker(self, request: RoutingRequest, target: PromptTarget) -> TokenizedPrompt:
         """Tokenise the prompt of a small body by asking an engine, unless the body has token ids."""
-        prompt = self.tokenize(request, None, target.tokens_max, remote_model=target.base_model)
+        model = target.base_model
+        prompt = self._run_tokenizer(partial(tokenize_prompt, request, None, target.tokens_max, remote_model=model))
         await self._ask_worker(prompt, request, target)
         return prompt
 
@@ -146,7 +145,7 @@ class PromptReader:
             return
         started_s = time.perf_counter()
         ids = await remote.tokenize(prompt.tokenize_request, target.base_model)
-        prompt.set_ids(ids, request, target.tokens_max, prompt.further_tokens)
+        prompt.set_ids(ids, request, target.tokens_max, prompt.further_lengths)
         prompt.seconds = time.perf_counter() - started_s
 
     async def _tokenize_in_process(
@@ -259,21 +258,24 @@ class PromptReader:
 
     def tokenize(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
-        renderer: BoundaryRenderer | None = None, remote_model: str | None = None,
+        renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt of a request for routing, and measure the time. Thread-safe.
+        """Tokenise the prompt of a request for routing: `tokenize_prompt`, with its time. Thread-safe.
 
-        Raises nothing for a prompt that cannot be tokenised: the token ids are None, and the worker reports the error
-        to the client. With `body` and `renderer`, the result also has a cache entry of the conversation.
+        Raises nothing for a prompt that cannot be tokenised: the token ids are None, so that the request is routed
+        without them, and the worker reports the error to the client.
         """
-        if _may_take_long(request, tokenizer):  # this was found out while the request waited for its thread
+        if _may_take_long(request, tokenizer):  # another chat showed this while the request waited for its thread
             return TokenizedPrompt()
         makes_outline = self._makes_outlines and renderer is not None
-        work = partial(
-            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline,
-            remote_model=remote_model,
-        )  # fmt: skip
-        prompt, read_s = self._run_timed(work)
+        tokenize = partial(
+            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline
+        )
+        return self._run_tokenizer(tokenize)
+
+    def _run_tokenizer(self, tokenize: Callable[[], TokenizedPrompt]) -> TokenizedPrompt:
+        """Return the prompt from `tokenize`, or one without token ids if it raises, with the time that it took."""
+        prompt, read_s = self._run_timed(tokenize)
         prompt = prompt or TokenizedPrompt()
         prompt.seconds = read_s
         return prompt
