@@ -193,7 +193,10 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext) -> None:
-        """Cache the tokens and block digests of a prompt, so that the next turn computes those of new messages only."""
+        """Cache a prompt that was read and routed, so that the next turn computes only what new messages add.
+
+        The cache entry already has the token ids. The index adds the digests of their KV blocks (`prepared_ids`).
+        """
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
@@ -201,14 +204,15 @@ class RequestReader:
         assert context.model is not None
         conversation.model = context.model.base_model
         conversation.first_message_digest = body.digest_first_message()
-        conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
         prompt_query = self._core.get_prompt_query(context.request_id)
-        if prompt_query is not None:
-            conversation.prepared_prompt = prompt_query.prepared_ids
-            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes
+        if prompt_query is None:
+            conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
+        else:
+            # If the prompt was truncated, the index holds a copy of its ids besides those of the conversation.
             token_ids = body.prompt.token_ids
-            if token_ids is not None and token_ids is not conversation.token_ids:  # truncated, so they are a copy
-                conversation.prepared_prompt_bytes += ID_BYTES * len(token_ids)
+            copied_ids = () if token_ids is None or token_ids is conversation.token_ids else token_ids
+            conversation.prepared_prompt = prompt_query.prepared_ids
+            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + ID_BYTES * len(copied_ids)
         self._prompt_reader.conversations.cache.store(conversation, body.body)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:

@@ -442,18 +442,18 @@ class ClientConnection(asyncio.Protocol):
             self._handle_requests()
 
     def _start_request(self, request: HttpRequest) -> None:
-        """Pass a complete, decoded request to the application, or answer with an error if the request is refused."""
+        """Pass a complete request to the application, now or when its body is decoded; answer a refused one."""
         self._is_busy = True
         self.has_response_started = False
         if self._app.is_ending:
             request.keep_alive = False
         self._keep_alive = self._keep_alive and request.keep_alive
         try:
-            self._set_request(request)
-            coding = self._admit(request)
+            self._set_current_request(request)
+            body_coding = self._check_head(request)
             self._charge_buffered_bytes()
-            if coding is not None and request.body_bytes:
-                self.responder = TaskResponder(self._decode(request, coding))
+            if body_coding is not None and request.body_bytes:
+                self.responder = TaskResponder(self._decode_and_handle(request, body_coding))
             else:
                 self._app.handle(self, request)
         except RequestError as refused:
@@ -461,7 +461,7 @@ class ClientConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
-    async def _decode(self, request: HttpRequest, coding: str) -> None:
+    async def _decode_and_handle(self, request: HttpRequest, coding: str) -> None:
         """Decode the body of a request in turns of the event loop, then pass the request to the application."""
         app, charge_body = self._app, partial(self._charge_body, request)
         try:
@@ -491,8 +491,11 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _admit(self, request: HttpRequest) -> str | None:
-        """Check a request by its head; return how its body is compressed, or None. Raises RequestError."""
+    def _check_head(self, request: HttpRequest) -> str | None:
+        """Have a request admitted for its tenant, and return the coding of its body, such as "gzip"; None: not coded.
+
+        Raises RequestError if the application refuses the request, or if the coding is unknown.
+        """
         coding = get_body_coding(request) if request.has_body else None
         tenant = self._app.admit(self, request)
         if tenant != self._charge.tenant:
@@ -525,8 +528,8 @@ class ClientConnection(asyncio.Protocol):
         request = self._parser.partial_request
         has_new_head = request is not None and request is not self._request
         if request is not None and has_new_head:
-            self._set_request(request)
-            self._admit(request)
+            self._set_current_request(request)
+            self._check_head(request)
         self._charge_buffered_bytes()
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
             self._app.scheduler.schedule(self._resume_requests)
@@ -542,7 +545,7 @@ class ClientConnection(asyncio.Protocol):
             self._is_reading_paused = True
             self._transport.pause_reading()
 
-    def _set_request(self, request: HttpRequest) -> None:
+    def _set_current_request(self, request: HttpRequest) -> None:
         """Make a request the current one, as soon as its head is read: errors have the format of its API."""
         self._request = request
         self.cors_headers = self._app.build_cors_headers(request)
@@ -569,7 +572,7 @@ class ClientConnection(asyncio.Protocol):
         """Answer with `error` and close, because no further request can be read."""
         self._app.metrics.http_errors[str(error.status)] += 1
         if self._parser.partial_request is not None:
-            self._set_request(self._parser.partial_request)
+            self._set_current_request(self._parser.partial_request)
         self._parser.stop()
         self._release_buffers()
         self._is_busy, self.has_response_started = True, False

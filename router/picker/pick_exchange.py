@@ -157,10 +157,11 @@ class PickExchange(Exchange):
             self.client.respond_error(error)
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
-        """Record that the answer begins, and return headers for the client.
+        """Record the head of the answer, and return headers for the client.
 
-        `served_by`: endpoint that answers. For example, Envoy was told the endpoints of workers A and B, and B answers:
-        then A has failed, and the request moves to B. A status such as 503 is a failure of the worker that answers.
+        `served_by`: endpoint that answers. If it is not the chosen worker's, the chosen one failed, and this is a
+        fallback. With a status such as 503 the answering worker has failed, and the core ends the request. If the body
+        is not seen, status 200 counts as the first token.
         """
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
