@@ -176,8 +176,8 @@ class CacheState:
         """
         target = request.target
         keys = prompt.get_chunk_keys(self._chunk_tokens)
-        duplicate_count = self.recent_prompts.start_prompt(target, keys, now, session=session)
-        self._add_duplicate_chunks(target, duplicate_count)
+        shared_count = self.recent_prompts.start_prompt(target, keys, now, session=session)
+        self._change_duplicate_count(target, shared_count)
         request.prompt = prompt
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:  # the worker sends no events about its cache
@@ -196,15 +196,15 @@ class CacheState:
     ) -> None:
         """Record that a request no longer runs, so that its prompt counts as cached only by the worker's events.
 
-        A prompt that was computed (`is_computed`) still counts for a grace period, as its events are on their way.
-        `ended_session`: conversation that ends with this request, if it is the last one.
+        Until then its pin counted the prompt as cached. If the prompt was computed (`is_computed`), the pin is kept for
+        a grace period, as the events are on their way. `ended_session`: conversation that ends with this request.
         """
         if request.prompt is None:
             return
         target, pin = request.target, request.pin
         keys = request.prompt.get_chunk_keys(self._chunk_tokens)
-        duplicate_count = self.recent_prompts.end_prompt(target, keys)
-        self._add_duplicate_chunks(target, -duplicate_count)
+        shared_count = self.recent_prompts.end_prompt(target, keys)
+        self._change_duplicate_count(target, -shared_count)
         if ended_session is not None:
             self.recent_prompts.end_session(keys, ended_session)
         request.prompt, request.pin = None, None  # frees memory: others may hold the request for some time
@@ -215,8 +215,11 @@ class CacheState:
         else:
             self._index.unpin(pin)
 
-    def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
-        """Count chunks of running prompts that the target's KV cache holds once for several requests."""
+    def _change_duplicate_count(self, target: Target, chunk_count: int) -> None:
+        """Change how many duplicates a target has: chunks of prompts running there that another one has, too.
+
+        The KV memory holds a chunk once. If three prompts begin with the same 10 chunks, 20 are duplicates, and free.
+        """
         target.load.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 

@@ -170,15 +170,8 @@ class RequestQueue:
         if deadline_s is None:
             max_wait_s = config.background_wait_s_max if active_request.is_background else config.wait_s_max
             deadline_s = active_request.arrived_s + max_wait_s
-        queued_request = QueuedRequest(
-            active_request,
-            self._get_tenant(active_request),
-            self._make_sort_key(active_request),
-            deadline_s,
-            target,
-            prefill_s,
-            charge_s,
-        )
+        tenant, sort_key = self._get_tenant(active_request), self._make_sort_key(active_request)
+        queued_request = QueuedRequest(active_request, tenant, sort_key, deadline_s, target, prefill_s, charge_s)
         self._arrival_count += 1
         self.requests[request.request_id] = queued_request
         self._get_lane(active_request).insert(queued_request)

@@ -484,8 +484,9 @@ class Target:
     def estimate_memory_wait_s(self, needed_tokens: float) -> float:
         """Return the time until enough requests have ended for `needed_tokens` of the KV memory to be free.
 
-        Each request is assumed to hold as much as the mean of those here, and frees it at its end. An answer that is
-        longer than expected is assumed to be half done: a few long ones can hold a small cache for minutes.
+        For example, 10 requests hold 50,000 tokens, and 8,000 are missing: two requests must end, as each is assumed to
+        hold 5,000. An overdue answer (longer than expected) is assumed to be half done: a few long ones can hold a
+        small cache for minutes.
         """
         request_count = self.total_request_count
         if needed_tokens <= self.free_kv_tokens or self.capacity.kv_tokens is None or not request_count:
