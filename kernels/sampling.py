@@ -37,7 +37,7 @@ class KeptWeights(NamedTuple):
     weights: Tensor
     """[rows, tokens]; 0 for the tokens that are not kept."""
     incomplete_rows: list[int]
-    """Rows of which tokens outside of the given ones could be kept."""
+    """Rows to draw again from all tokens, as tokens outside of the given ones could be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,13 @@ def _keep_likeliest(
     weights = _compute_weights(sorted_values, peak, settings)
     weights.masked_fill_(ranks >= settings.top_k[:, None], 0.0)
     running_sums = weights.cumsum(-1, dtype=torch.float64)
-    total_mass = running_sums[:, -1]
+    row_sums = running_sums[:, -1]
     if full_sums is not None:
-        total_mass = torch.where(has_top_k, total_mass, full_sums)
-    target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
-    kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
+        row_sums = torch.where(has_top_k, row_sums, full_sums)
+    # A token is kept if the sum before it is less than this. So the first is always kept, and without `top_p` all are.
+    sufficient_sums = (row_sums * settings.top_p).clamp_(min=1e-300)
+    sufficient_sums.masked_fill_(settings.top_p >= 1.0, float("inf"))
+    kept_weights = weights.masked_fill_(running_sums - weights >= sufficient_sums[:, None], 0.0)
     # A row is incomplete if its smallest value is kept or equals one that is: a token outside could then be kept, too.
     last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
     incomplete_rows = (sorted_values[:, -1:] >= last_kept_values).nonzero()[:, 0].tolist()

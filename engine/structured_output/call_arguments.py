@@ -155,23 +155,22 @@ class ArgumentWriter:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(quote, texts))})"
         resolved_schema = resolve(schema, self._root)
-        if not isinstance(resolved_schema, dict):  # a reference without a target, or a boolean
-            resolved_schema = schema if isinstance(schema, dict) else {}
-        value_type = resolved_schema.get("type")
+        if isinstance(resolved_schema, dict):
+            schema = resolved_schema
+        elif not isinstance(schema, dict):  # a boolean
+            schema = {}
+        value_type = schema.get("type")
         if value_type == "boolean":
             return '("True" | "False")'
         if value_type == "null":
             return '"None"'
-        keywords = set(resolved_schema) - _ANNOTATIONS
-        if not keywords:
+        if not _list_restrictions(schema):
             return self._write_python_literal()
-        branches = resolved_schema.get("anyOf") if keywords == {"anyOf"} else None
-        if isinstance(value_type, list) and value_type:
-            branches = [{**resolved_schema, "type": branch_type} for branch_type in value_type]
-        if isinstance(branches, list) and branches and depth < SCHEMA_DEPTH_MAX:
+        branches = _list_branches(schema)
+        if branches and depth < SCHEMA_DEPTH_MAX:
             alternatives = [self._write_python_value(branch, depth + 1) for branch in branches]
             return f"({' | '.join(alternatives)})"
-        return self._write_json(resolved_schema)
+        return self._write_json(schema)
 
     def _write_json(self, schema: Json) -> str:
         """Return a rule of the JSON that matches a schema, which gets the definitions that it may refer to."""
@@ -202,7 +201,7 @@ class ArgumentWriter:
         if properties is not None and all(can_write(property.name) for property in properties):
             return properties
         schema = self._root if isinstance(self._root, dict) else {}
-        keywords = set(schema) - _ANNOTATIONS - {"type", "additionalProperties"}
+        keywords = _list_restrictions(schema) - {"type", "additionalProperties"}
         restricts_nothing = properties is None and not keywords
         if restricts_nothing:
             return [] if schema.get("additionalProperties") is False else None
@@ -213,6 +212,23 @@ class ArgumentWriter:
             "calls of this model are not JSON and cannot follow this schema, expected an object with properties, "
             'without anyOf, oneOf, allOf and patternProperties; or "strict": false',
         )
+
+
+def _list_restrictions(schema: dict[str, Any]) -> set[str]:
+    """Return the keywords of a schema that restrict a value."""
+    return set(schema) - _ANNOTATIONS
+
+
+def _list_branches(schema: dict[str, Any]) -> list[Json]:
+    """Return the schemas of which a value must match one, if a schema is no more than a choice; else an empty list.
+
+    `{"type": ["integer", "null"], "minimum": 1}` has the branches `{"type": "integer", "minimum": 1}` and
+    `{"type": "null", "minimum": 1}`. The branches of a schema with `anyOf` alone are those that it lists.
+    """
+    types, any_of = schema.get("type"), schema.get("anyOf")
+    if isinstance(types, list):
+        return [{**schema, "type": branch_type} for branch_type in types]
+    return any_of if isinstance(any_of, list) and _list_restrictions(schema) == {"anyOf"} else []
 
 
 def _write_listed_value(value: Json, types: tuple[str, ...]) -> str:
