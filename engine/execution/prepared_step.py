@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.execution.sampler import SamplingBatch, SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
 from kernels.interface import BlockTable, IntArray
+from kernels.transfer import copy_to_device
 
 
 @dataclass(slots=True)
@@ -82,29 +84,29 @@ class PreparedStep:
     """Indices of the chunks that need logprobs of prompt tokens."""
 
 
-def select_logit_tokens(
-    chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
-) -> tuple[IntArray | None, IntArray]:
-    """Select the tokens of a step for which logits are computed.
+def select_tokens(
+    query_starts: IntArray, sampled_chunks: list[int], prompt_logprob_chunks: list[int], device: torch.device
+) -> SelectedTokens:
+    """Select the tokens of a step for which logits are computed, and send their indices to the device.
 
     A chunk is the tokens of one sequence: chunk i has the tokens `query_starts[i]` to `query_starts[i + 1]` - 1 of the
-    step. Selected are the last token of each chunk that samples a next token, and all tokens of the chunks with an
-    index in `prompt_logprob_chunks`.
-
-    Returns the indices of the selected tokens in the step, [selected] (None: all), and for each chunk the number of
-    tokens selected from chunks before it, then the total, [chunks + 1]. For two chunks of 1 and 3 tokens that sample,
-    these are [0, 3] and [0, 1, 2].
+    step. Selected are the last token of each of the `sampled_chunks`, and all tokens of the `prompt_logprob_chunks`.
+    For two chunks of 1 and 3 tokens that sample, the indices are [0, 3], and `starts` is [0, 1, 2].
     """
     chunk_starts, chunk_ends = query_starts[:-1], query_starts[1:]
-    sampled_counts = np.array([chunk.should_sample for chunk in chunks], np.int64)  # 1 or 0 tokens of each chunk
-    first_selected = chunk_ends - sampled_counts
+    first_selected = chunk_ends.copy()
+    first_selected[sampled_chunks] -= 1
     first_selected[prompt_logprob_chunks] = chunk_starts[prompt_logprob_chunks]
+    starts = query_starts
+    indices = None
     selects_all = (first_selected == chunk_starts).all()
-    if selects_all:
-        return None, query_starts
-    indices = np.concatenate([np.arange(first, end) for first, end in zip(first_selected, chunk_ends, strict=True)])
-    selected_counts = chunk_ends - first_selected
-    return indices, np.concatenate([[0], np.cumsum(selected_counts)])
+    if not selects_all:
+        indices = np.concatenate([np.arange(first, end) for first, end in zip(first_selected, chunk_ends, strict=True)])
+        starts = np.concatenate([[0], np.cumsum(chunk_ends - first_selected)])
+    last_indices = None
+    if len(sampled_chunks) < starts[-1]:  # other tokens are selected, too
+        last_indices = copy_to_device(starts[1:][sampled_chunks] - 1, device)
+    return SelectedTokens(None if indices is None else copy_to_device(indices, device), starts, last_indices)
 
 
 def find_prompt_logprob_chunks(chunks: Items[Chunk]) -> list[int]:

@@ -27,10 +27,9 @@ from engine.execution.prepared_step import (
     BatchState,
     DeviceTokens,
     PreparedStep,
-    SelectedTokens,
     find_prompt_logprob_chunks,
     list_state_units,
-    select_logit_tokens,
+    select_tokens,
 )
 from engine.execution.sampler import Sampler
 from engine.execution.step_outputs import build_result
@@ -39,7 +38,6 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
 from kernels import Kernels, RaggedBatch, select_kernels
-from kernels.interface import IntArray
 from kernels.transfer import copy_to_device, start_copy_to_host
 
 LOGIT_SLAB_BYTES = 64 << 20
@@ -201,7 +199,7 @@ class ModelRunner:
             tables.update(chunks, batch.context_lens, batch_state.rows, new_rows)
         prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
         token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
-        selected = self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, batch_state.sampled_chunks)
+        selected = select_tokens(batch.query_starts, batch_state.sampled_chunks, prompt_logprob_chunks, self.device)
         sampling_inputs = None
         if batch_state.sampling_batch is not None:
             sampled_ends = batch.context_lens[batch_state.sampled_chunks]
@@ -220,17 +218,6 @@ class ModelRunner:
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
-
-    def _select_tokens(
-        self, chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int], sampled_chunks: Items[int]
-    ) -> SelectedTokens:
-        """Select the tokens for which logits are computed, and send their indices to the device."""
-        indices, starts = select_logit_tokens(chunks, query_starts, prompt_logprob_chunks)
-        last_indices = None
-        if len(sampled_chunks) < starts[-1]:  # other tokens are selected, too
-            last_indices = copy_to_device(starts[1:][sampled_chunks] - 1, self.device)
-        device_indices = None if indices is None else copy_to_device(indices, self.device)
-        return SelectedTokens(device_indices, starts, last_indices)
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> tuple[BatchState, list[int]]:
         """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences.
