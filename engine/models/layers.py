@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from engine.models.rope import RopeConfig
-from engine.models.shard import DimShard, Extent, Shard, get_held_size
+from engine.models.shard import DimShard, Extent, get_held_size
 from engine.models.weights import Weight, WeightScope
 from kernels import Kernels, PagedKV
 
@@ -155,50 +155,31 @@ class AttentionConfig:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
-class AttentionShard(NamedTuple):
-    """One rank's part of an attention layer."""
-
-    config: AttentionConfig
-    """Config with the numbers of heads that the rank holds."""
-    query_rows: DimShard
-    """Rows of the query projection."""
-    key_rows: DimShard
-    """Rows of the key projection; those of the value projection are equal."""
-
-
-def shard_attention(shard: Shard, config: AttentionConfig) -> AttentionShard:
-    """Return this rank's part of an attention layer: some of the query heads, with the key-value heads that they share.
-
-    If there are more ranks than key-value heads, several ranks hold the same one.
-    """
-    query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
-    key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
-    num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
-    return AttentionShard(replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads), query_shard, key_shard)
-
-
 class Attention:
     """Computes grouped-query attention over the paged cache, with its projections, norms and rotation."""
 
-    def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
+    def __init__(self, scope: WeightScope, config: AttentionConfig) -> None:
         """Declare the weights of the heads that this rank holds under tensor parallelism.
 
-        `projection`: replaces the stacked q, k and v projections, by a subclass that makes the input of `attend` of it.
+        A rank holds some of the query heads, with the key-value heads that they share. If there are more ranks than
+        key-value heads, several ranks hold the same one.
         """
-        rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
+        query_rows = scope.shard.split(config.num_heads, "attention heads", config.head_dim)
+        key_rows = scope.shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
+        rank_config = replace(
+            config,
+            num_heads=query_rows.held_size // config.head_dim,
+            num_kv_heads=key_rows.held_size // config.head_dim,
+        )
         self.config = rank_config
         """Config with the numbers of heads that this rank holds."""
         self.scale = rank_config.head_dim**-0.5 if rank_config.scale is None else rank_config.scale
         self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
-        self.qk_width = query_shard.held_size + key_shard.held_size
+        self.qk_width = query_rows.held_size + key_rows.held_size
         """Columns of queries and keys in the input of `attend`; values follow."""
-
-        if projection is None:
-            qkv_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
-            projection = Linear.declare(scope, qkv_rows, rank_config.hidden_size, rank_config.qkv_bias)
-        self.qkv_projection = projection
+        self.qkv_projection = self._declare_projection(scope, config, query_rows, key_rows)
         output_rows = {rank_config.output_name: rank_config.hidden_size}
-        self.output_projection = Linear.declare(scope, output_rows, query_shard, rank_config.output_bias)
+        self.output_projection = Linear.declare(scope, output_rows, query_rows, rank_config.output_bias)
         self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
         """Gains of the norms of query and key heads; None: the model has no such norm."""
 
@@ -209,6 +190,16 @@ class Attention:
         """Index of the cache group: layers that share a block table."""
         self.group_layer_index = 0
         """Index of this layer in its cache group."""
+
+    def _declare_projection(
+        self, scope: WeightScope, config: AttentionConfig, query_rows: DimShard, key_rows: DimShard
+    ) -> Linear:
+        """Declare the projections to queries, keys and values, stacked. Those of keys and values have equal rows.
+
+        `config`: that of all ranks together.
+        """
+        rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
+        return Linear.declare(scope, rows, config.hidden_size, config.qkv_bias)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         return self.output_projection(self.attend(self.qkv_projection(x), context))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, make_layer_types, read_layer_types
-from engine.models.layers import Attention, AttentionConfig, ForwardContext, GatedMLP, Linear, shard_attention
+from engine.models.layers import Attention, AttentionConfig, ForwardContext, GatedMLP, Linear
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
+from engine.models.shard import DimShard
 from engine.models.weights import WeightScope
 
 PARTIAL_ROTARY = 0.25
@@ -23,12 +24,12 @@ FULL_ATTENTION_EVERY = 4
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate that is projected beside the queries."""
 
-    def __init__(self, scope: WeightScope, config: AttentionConfig) -> None:
-        """Declare the weights. q_proj has for each head the rows of its query, and then the rows of its gate."""
-        key_rows = shard_attention(scope.shard, config).key_rows
+    def _declare_projection(
+        self, scope: WeightScope, config: AttentionConfig, query_rows: DimShard, key_rows: DimShard
+    ) -> Linear:
+        """Declare the projections. q_proj has for each head the rows of its query, and then the rows of its gate."""
         query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * config.head_dim)
-        rows = {"q_proj": query_and_gate_rows, "k_proj": key_rows, "v_proj": key_rows}
-        super().__init__(scope, config, Linear.declare(scope, rows, config.hidden_size, config.qkv_bias))
+        return super()._declare_projection(scope, config, query_and_gate_rows, key_rows)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         config = self.config
