@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from engine.models.state import StateLayout
 from engine.models.vocabulary import Vocabulary
 from engine.models.weights import Weight, WeightScope
 
+HEAD_NAME = "lm_head.weight"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
@@ -47,9 +49,14 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor of the output of every mixer and MLP, before it is added to the residual."""
     logit_scale: float = 1.0
+    prefix: str = "model"
+    """Beginning of the names of all tensors but the head, as in model.layers.0."""
     norm_name: str = "norm"
     embedding_name: str = "embed_tokens"
-    head_name: str = "lm_head.weight"
+    ignored_prefixes: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not loaded, such as a vision tower."""
+    renamed_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefix that some checkpoints of the family use -> prefix of this model."""
 
     @staticmethod
     def from_hf(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
@@ -70,19 +77,12 @@ class CausalLM:
     def __init__(
         self,
         root_scope: WeightScope,
-        prefix: str,
         config: DecoderConfig,
         make_block: Callable[[WeightScope, int], DecoderBlock],
-        *,
-        ignored_prefixes: tuple[str, ...] = (),
-        renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
         """Declare the weights of all blocks, which the loader fills, and number the attention and recurrent layers.
 
-        `prefix`: beginning of the tensors' names in a checkpoint, such as "model" for model.layers.0.
         `make_block`: makes a block from the scope of its weights (model.layers.0) and its index (0).
-        `ignored_prefixes`: tensors that are not loaded, such as a vision tower.
-        `renamed_prefixes`: prefix that some checkpoints of the family use -> prefix of this model.
         """
         self.config = config
         self.shard = root_scope.shard
@@ -90,8 +90,8 @@ class CausalLM:
         """Whether this rank has whole logits to sample from."""
 
         # layers
-        body_scope = root_scope.enter_scope(prefix)
-        head_name = None if config.tie_embeddings else config.head_name
+        body_scope = root_scope.enter_scope(config.prefix)
+        head_name = None if config.tie_embeddings else HEAD_NAME
         self.vocabulary = Vocabulary(
             body_scope, root_scope, f"{config.embedding_name}.weight", head_name, config.vocab_size, config.hidden_size
         )
@@ -101,8 +101,7 @@ class CausalLM:
 
         # tensors of the checkpoint
         self.weights: list[Weight] = root_scope.weights
-        self.ignored_prefixes = ((config.head_name,) if config.tie_embeddings else ()) + ignored_prefixes
-        self.renamed_prefixes = renamed_prefixes or {}
+        self.ignored_prefixes = config.ignored_prefixes + ((HEAD_NAME,) if config.tie_embeddings else ())
 
         # layers in which tokens depend on other tokens
         mixers = [block.mixer for block in self.blocks]
@@ -265,13 +264,11 @@ def build_alternating_decoder(
     make_mlp: MakeMLP,
     *,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-    ignored_prefixes: tuple[str, ...] = (),
-    renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
     """Build a decoder in which each block has a mixer (attention or a recurrent layer) and an MLP, each after a norm.
 
     `mixers`: for each block, a function that makes its mixer. `make_mlp`: makes the MLP of the block with an index.
-    `norms`: names of a block's two norms in the checkpoint. The prefixes are those of `CausalLM`.
+    `norms`: names of a block's two norms in the checkpoint.
     """
 
     def make_norm(scope: WeightScope, name: str) -> RMSNorm:
@@ -287,9 +284,7 @@ def build_alternating_decoder(
             residual_scale=decoder.residual_scale,
         )
 
-    return CausalLM(
-        root, "model", decoder, make_block, ignored_prefixes=ignored_prefixes, renamed_prefixes=renamed_prefixes
-    )
+    return CausalLM(root, decoder, make_block)
 
 
 def build_dense_decoder(

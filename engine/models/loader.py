@@ -169,7 +169,7 @@ def _list_shard_paths(folder: Path) -> list[Path]:
 
 def _rename_tensor(name: str, model: CausalLM) -> str:
     """Return the model's name of a checkpoint's tensor. Some families were saved with several prefixes."""
-    for prefix, model_prefix in model.renamed_prefixes.items():
+    for prefix, model_prefix in model.config.renamed_prefixes.items():
         if name.startswith(prefix):
             return model_prefix + name[len(prefix) :]
     return name

@@ -126,8 +126,11 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         max_positions=config.get_integer("max_position_embeddings"),
         tie_embeddings=False,  # as in transformers, whatever the config says
+        prefix="backbone",
         embedding_name="embeddings",
         norm_name="norm_f",
+        ignored_prefixes=("mtp.",),
+        renamed_prefixes={"model.": "backbone."},
     )
     if "attention_head_dim" in config:  # the name before transformers 5
         config = HfConfig({**config.values, "head_dim": config.get_integer("attention_head_dim")}, config.source)
@@ -149,9 +152,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         make_mixer = mixer_by_type[layer_types[index]]
         return DecoderBlock(mixer_norm=norm, mixer=make_mixer(scope.enter_scope("mixer")))
 
-    return CausalLM(
-        root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
-    )
+    return CausalLM(root, decoder, make_block)
 
 
 def _read_nemotron_layer_types(config: HfConfig) -> list[str]:

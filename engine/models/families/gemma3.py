@@ -44,6 +44,8 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
         DecoderConfig.from_hf(config, tie_embeddings=True),
         zero_centred_norm=True,
         embedding_scale=math.sqrt(config.get_integer("hidden_size")),
+        ignored_prefixes=VISION_PREFIXES,
+        renamed_prefixes=TEXT_PREFIXES,
     )
     full_attention_interval = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
     default_types = make_layer_types(decoder.num_layers, full_attention_interval, "sliding_attention")
@@ -54,9 +56,7 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         return _build_block(scope, decoder, attention_by_layer[index], intermediate_size)
 
-    return CausalLM(
-        root, "model", decoder, make_block, ignored_prefixes=VISION_PREFIXES, renamed_prefixes=TEXT_PREFIXES
-    )
+    return CausalLM(root, decoder, make_block)
 
 
 def _read_text_config(config: HfConfig) -> HfConfig:

@@ -50,7 +50,12 @@ def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
         config = config.get_object("text_config")
     config.require_value("hidden_act", "silu")
     config.require_value("attn_output_gate", True)
-    decoder = replace(DecoderConfig.from_hf(config, tie_embeddings=tie_embeddings), zero_centred_norm=True)
+    decoder = replace(
+        DecoderConfig.from_hf(config, tie_embeddings=tie_embeddings),
+        zero_centred_norm=True,
+        ignored_prefixes=("model.visual.", "mtp."),
+        renamed_prefixes={"model.language_model.": "model."},
+    )
     attention = replace(
         read_attention_config(config, decoder, rotary_fraction=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps
     )
@@ -67,14 +72,7 @@ def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size)
 
-    return build_alternating_decoder(
-        root,
-        decoder,
-        mixers,
-        make_mlp,
-        ignored_prefixes=("model.visual.", "mtp."),
-        renamed_prefixes={"model.language_model.": "model."},
-    )
+    return build_alternating_decoder(root, decoder, mixers, make_mlp)
 
 
 def _read_delta_net_config(config: HfConfig, decoder: DecoderConfig) -> DeltaNetConfig:
