@@ -237,6 +237,15 @@ def _read_engine_ids(bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_c
         return _EngineIds(() if _is_refusal(error) else None, str(error))
 
 
+class _Answers(NamedTuple):
+    """Answers of a worker to the questions that a probe asks at once."""
+
+    sources: tuple[EventSource, ...]
+    engine_ids: _EngineIds
+    metrics: str
+    """Lines of `/metrics` that are used; empty if there are none."""
+
+
 class Prober:
     """HTTP client that asks workers what they are. Every answer is bounded in time and size."""
 
@@ -283,11 +292,12 @@ class Prober:
         """
         served = await self.fetch_models(flag)
         earlier_sources = () if earlier_facts is None else earlier_facts.sources
-        sources, (engine_ids, ids_problem), metrics = await self._ask_at_once(flag, earlier_sources)
+        answers = await self._ask_at_once(flag, earlier_sources)
+        sources, (engine_ids, ids_problem) = answers.sources, answers.engine_ids
         if ids_problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
             log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, ids_problem)
-        sizes = await self._find_sizes(flag, served.engine, metrics)
-        is_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources))))
+        sizes = await self._find_sizes(flag, served.engine, answers.metrics)
+        is_asleep = are_ranks_asleep(read_loads(answers.metrics, max(1, len(sources))))
 
         is_new_engine = earlier_facts is None or not earlier_facts.may_be_same_engine(
             served, sources, engine_ids, restart_count
@@ -309,13 +319,8 @@ class Prober:
             is_new_engine=is_new_engine,
         )
 
-    async def _ask_at_once(
-        self, flag: WorkerFlag, earlier_sources: tuple[EventSource, ...]
-    ) -> tuple[tuple[EventSource, ...], _EngineIds, str]:
-        """Return a worker's event sources, its engines' names for KV transfers, and its metrics (empty: it has none).
-
-        Raises FetchError or DecodeError if the sources are unknown, but only when all answers have come.
-        """
+    async def _ask_at_once(self, flag: WorkerFlag, earlier_sources: tuple[EventSource, ...]) -> _Answers:
+        """Ask what does not depend on other answers. Raises FetchError, DecodeError if the sources are unknown."""
         sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
         bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
         metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
@@ -324,7 +329,7 @@ class Prober:
         sources = sources_task.result()  # raises the exception of the task, if it has one
         if flag.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
-        return sources, _read_engine_ids(bootstrap_task, max(1, len(sources))), metrics_task.result()
+        return _Answers(sources, _read_engine_ids(bootstrap_task, max(1, len(sources))), metrics_task.result())
 
     def _make_spec(
         self,
