@@ -49,7 +49,9 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     extra_keys: list[tuple[Any, ...] | None] | None = None
     """Keys besides the tokens in each block's hash: LoRA name, cache salt (first block), media keys."""
     group_idx: int | None = None
+    """Group of layers with the same kind of attention; the blocks of each group are stored and removed separately."""
     kv_cache_spec_kind: str | None = None
+    """Kind of attention of the group, such as FULL_ATTENTION; None: the engine is older."""
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None

@@ -36,9 +36,10 @@ class _ConfigLayers:
     origin_by_path: dict[str, str] = field(default_factory=dict)
 
     def set_value(self, path: str, value: Any, label: str, origin: str) -> None:
-        """Set one value, or all values of a section. `origin`: the file, variable or flag that the value comes from.
+        """Set one value, or all values of a section, which replaces those of earlier sources. Raises ConfigError.
 
-        Raises ConfigError, which names the setting by `label`.
+        `origin`: the file, variable or flag that the value comes from, as "a.toml". `label`: how an error names it, as
+        "a.toml: queue.fair".
         """
         setting = self.schema.setting_by_path.get(path)
         is_section = path in self.schema.section_paths

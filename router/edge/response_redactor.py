@@ -28,13 +28,14 @@ _OPENING, _CLOSING, _QUOTE, _BACKSLASH, _SPACE = b"{[", b"}]", ord('"'), ord("\\
 
 
 class _BlankedValue(msgspec.Struct, eq=False):
-    """JSON value that is being replaced by spaces: a string, a number, an object or an array.
+    """Replaces a JSON value by spaces: a string, a number, an object or an array.
 
-    It is a small scanner that finds where the value ends, and keeps its place if `data` ends first.
+    The value may come in parts, so its place in the value is kept: `{"po` and `rt": 7}` become `{   ` and `      }`.
     """
 
     is_number: bool
     is_in_string: bool
+    """Whether the next byte is inside of a string, where brackets mean nothing."""
     depth: int
     """Number of open objects and arrays."""
     is_after_backslash: bool = False
@@ -43,7 +44,7 @@ class _BlankedValue(msgspec.Struct, eq=False):
     def blank(self, data: bytes, start: int, out: bytearray) -> int:
         """Append a space to `out` for each byte of the value from `start` on, and its closing byte; return its end.
 
-        `start` is after the first byte of the value. The value is finished unless `data` ends before it.
+        The caller has written the value's first byte. If `data` ends before the value, the value is not finished.
         """
         if self.is_number:
             end = len(data) - len(data[start:].lstrip(_NUMBER))

@@ -47,7 +47,7 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 
 @dataclass(slots=True)
 class FleetContext:
-    """The parts of the router that members work with, and what they share."""
+    """Parts of the router that all members (workers) of its fleet use, and data about all members."""
 
     core: RouterCore
     """Routes requests to the workers that members register."""

@@ -206,8 +206,11 @@ class PickExchange(Exchange):
     def on_client_gone(self) -> None:
         """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
         client, context = self.client, self.context
-        is_complete = self._status == 200 and context.progress.has_final_event(context.request.path)
-        if self._status and not client.is_aborted and (is_complete or not client.stream.sees_response_body):
+        if client.stream.sees_response_body:
+            has_whole_answer = self._status == 200 and context.progress.has_final_event(context.request.path)
+        else:
+            has_whole_answer = self._status != 0
+        if has_whole_answer and not client.is_aborted:
             self.response_ended()
         elif self._proxy.end(context, "client_gone"):
             self._proxy.abort(context)
