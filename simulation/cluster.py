@@ -190,14 +190,10 @@ class Cluster:
                 break
         lost_count = request_count - len(result.e2e_s_by_request)
         assert result.is_overloaded or not lost_count, f"{lost_count} requests were lost"
-        self._collect_counts()
+        result.end_s = self.now
+        result.prefilled_tokens_by_worker = [worker.prefilled_tokens for worker in self.workers]
+        result.preemption_count = sum(worker.preemption_count for worker in self.workers)
         return result
-
-    def _collect_counts(self) -> None:
-        """Add what the workers counted to the result, at the end of the run."""
-        self.result.end_s = self.now
-        self.result.prefilled_tokens_by_worker = [worker.prefilled_tokens for worker in self.workers]
-        self.result.preemption_count = sum(worker.preemption_count for worker in self.workers)
 
     def _compute_longest_wait_s(self) -> float:
         """Return the longest wait among the requests that are first in their workers' queues."""

@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -166,24 +165,28 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     if not yes:
         question = f"Send up to five short prompts to each worker ({len(worker_flags)})?"
         click.confirm(question, default=True, abort=True, err=True)
-    checking = check_workers(
+    findings = check_workers(
         worker_flags,
-        partial(_print_finding, as_json=as_json),
         key=config.worker_api_key,
         tokenizer=config.tokenizer,
         chat_template=config.chat_template,
         tls=tls,
     )
-    is_all_sound = asyncio.run(checking)
-    sys.exit(0 if is_all_sound else 1)
+    sys.exit(0 if asyncio.run(_print_findings(findings, as_json=as_json)) else 1)
 
 
-def _print_finding(worker: str, finding: Finding, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}))
-    else:
-        mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
-        click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
+async def _print_findings(findings: AsyncIterator[tuple[str, Finding]], *, as_json: bool) -> bool:
+    """Print each finding about a worker when it comes, and return whether none is bad."""
+    is_all_sound = True
+    async for worker, finding in findings:
+        is_all_sound &= finding.is_ok is not False
+        if as_json:
+            fields = {"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}
+            click.echo(json.dumps(fields))
+        else:
+            mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
+            click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
+    return is_all_sound
 
 
 cli.add_command(top)

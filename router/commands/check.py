@@ -12,7 +12,7 @@ import json
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -484,19 +484,16 @@ def _format_error(answer: object) -> str:
 
 async def check_workers(
     flags: Sequence[WorkerFlag],
-    report: Callable[[str, Finding], None],
     *,
     key: str | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
     tls: ssl.SSLContext | None = None,
-) -> bool:
-    """Check workers one after the other, and pass each finding to `report`. Return whether nothing is wrong.
+) -> AsyncIterator[tuple[str, Finding]]:
+    """Check workers one after the other, and yield each finding with the worker's id.
 
-    `report` gets the worker's id and the finding. `key` (API key of the workers), `tokenizer`, `chat_template` and
-    `tls`: as a router would have them.
+    `key` (API key of the workers), `tokenizer`, `chat_template` and `tls`: as a router would have them.
     """
-    are_all_sound = True
     with ThreadPoolExecutor(1) as executor:
         tokenizers = ModelTokenizers(
             executor, ConversationReader(0), None, override=tokenizer, chat_template=chat_template
@@ -504,6 +501,4 @@ async def check_workers(
         async with open_session(tls) as session:
             for flag in flags:
                 async for finding in WorkerCheck(flag, session, tokenizers, make_key_headers(key)).run():
-                    report(flag.worker_id, finding)
-                    are_all_sound &= finding.is_ok is not False
-    return are_all_sound
+                    yield flag.worker_id, finding

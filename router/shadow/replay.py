@@ -307,7 +307,8 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
     all requests arrive at their recorded times. An answer of unknown length gets the mean length.
     """
-    mean_output_tokens = _find_mean_output_tokens(observed_requests)
+    output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
+    mean_output_tokens = max(1, round(fmean(output_lengths))) if output_lengths else 1
     # The simulation numbers blocks from 1 on. Blocks with equal digests have one number.
     unused_numbers = count(1)
     number_by_digest: defaultdict[int, int] = defaultdict(unused_numbers.__next__)
@@ -359,12 +360,6 @@ def _add_unseen_final_blocks(requests: Iterable[SimRequest], unused_numbers: Ite
         known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
         new_block_count = max(final_block_count - len(known_ids), 0)
         request.final_block_ids = known_ids + list(islice(unused_numbers, new_block_count))
-
-
-def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
-    """Return the mean length of the answers whose length is known, at least 1."""
-    output_lengths = [request.output_tokens for request in requests if request.output_tokens]
-    return max(1, round(fmean(output_lengths))) if output_lengths else 1
 
 
 def _set_final_blocks(earlier: SimRequest, request: SimRequest) -> None:

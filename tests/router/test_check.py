@@ -21,6 +21,7 @@ from events import BlockStored, EventPublisher, KVEventsConfig, hash_blocks
 from events.sources import EventSource, encode_sources
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
+from router.app.cli import _print_findings
 from router.commands import check
 from router.commands.check import Finding, check_workers
 from router.fleet.worker_flag import parse_worker_flag
@@ -167,9 +168,8 @@ def run_checks(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
         async with Worker(folder, fault).serving() as url:
             if fault == "nobody":
                 url = f"http://127.0.0.1:{free_port()}"
-            report = lambda _, step_finding: findings_by_step.__setitem__(step_finding.step, step_finding)  # noqa: E731
-            sound = await check_workers([parse_worker_flag(url)], report, **settings)
-        assert sound == all(finding.is_ok is not False for finding in findings_by_step.values())
+            async for _, finding in check_workers([parse_worker_flag(url)], **settings):
+                findings_by_step[finding.step] = finding
         return findings_by_step
 
     return asyncio.run(scenario())
@@ -252,3 +252,16 @@ def test_the_key_that_is_given_is_used(checkpoint: Path) -> None:
 def test_findings_are_json(checkpoint: Path) -> None:
     findings_by_step = run_checks(checkpoint, "")
     assert json.loads(json.dumps([finding.text for finding in findings_by_step.values()]))
+
+
+def test_the_command_prints_each_finding_and_fails_if_one_is_bad(capsys: pytest.CaptureFixture[str]) -> None:
+    async def yield_findings(*flags: bool | None) -> AsyncIterator[tuple[str, Finding]]:
+        for is_ok in flags:
+            yield "w1", Finding("events", is_ok, "text")
+
+    assert asyncio.run(_print_findings(yield_findings(True, None), as_json=False))
+    assert not asyncio.run(_print_findings(yield_findings(False, True), as_json=True))
+    *lines, bad_line, good_line = capsys.readouterr().out.splitlines()
+    assert lines == ["w1  ok      events: text", "w1  ?       events: text"]
+    assert json.loads(bad_line) == {"worker": "w1", "step": "events", "ok": False, "text": "text"}
+    assert json.loads(good_line)["ok"] is True
