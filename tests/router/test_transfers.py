@@ -185,6 +185,26 @@ def test_the_shortest_prompt_goes_before_one_whose_kv_is_on_its_way(tokens: int)
     assert second.terms.queue_s == pytest.approx(first.terms.prefill_s if tokens == 200 else 0.0)
 
 
+def test_a_request_that_leaves_while_its_kv_is_on_its_way_leaves_no_trace() -> None:
+    """Its prefill never began: neither the progress of the current prompt nor the utilisation shows that it came."""
+    traces: list[tuple[float, float]] = []
+    for has_left in (False, True):
+        core, index = make_core("", CONFIG)
+        for name in "ab":
+            core.add_worker(replace(spec(name, transfer=PULLS), is_shortest_first=True), 0.0)
+        index.store(core.workers["a"].holders[0], PROMPT[:390])
+        make_busy(core, "a", 0.0)
+        route(core, "current", [7] * 1000, 0.0, worker="b")
+        if has_left:
+            assert route(core, "r", PROMPT, 0.01, worker="b").transfer is not None
+            core.abort_request("r", 0.04)
+            core.check_invariants()
+        target = core.registry.get_targets("b")[0]
+        traces.append((target.estimate_queue_s(0.5), core.tracker.compute_utilisation(target, 0.5)))
+    assert traces[1][0] == pytest.approx(traces[0][0], rel=1e-3)
+    assert traces[1][1] == pytest.approx(traces[0][1], rel=1e-12)
+
+
 def test_an_ended_request_with_a_transfer_is_freed_without_the_garbage_collector() -> None:
     """A busy router seldom makes a full collection."""
     core, index = make_fleet()
