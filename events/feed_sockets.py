@@ -122,7 +122,10 @@ class FollowedStream:
         return work
 
     def reset(self, retry_at: float) -> None:
+        """Forget all but the messages that were dropped and not reported yet. `retry_at`: time to follow it again."""
+        unreported_drop_count = self.stream_state.unreported_drop_count
         self.stream_state = self._make_state(None)
+        self.stream_state.unreported_drop_count = unreported_drop_count
         self.pending_work.clear()
         self.pending_bytes = 0
         self.retry_at = retry_at

@@ -479,6 +479,17 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
     release.set()
 
 
+def test_messages_that_were_dropped_before_a_fault_are_told_after_it(start_feed: Callable[[Any], EventFeed]) -> None:
+    handler = Recorder()
+    feed = start_feed(handler)
+    stream = FollowedStream(StreamSource("a", ""))
+    stream.stream_state.unreported_drop_count = 3
+    feed._restart_stream(stream, ValueError("made up"))
+    feed._report_dropped_messages(stream)
+    feed._report_dropped_messages(stream)
+    assert [item for _, item in handler.instructions if isinstance(item, DroppedMessages)] == [DroppedMessages(3)]
+
+
 def test_the_bytes_that_wait_for_one_topic_are_bounded(
     context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
