@@ -63,7 +63,7 @@ class OutputStream:
         self._client = client
         self._open_request_ids = set(request_ids)
         self._pending_output_by_id: dict[str, SequenceOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = asyncio.Event()
         self._error: Exception | None = None
 
     def __aiter__(self) -> OutputStream:
@@ -80,11 +80,8 @@ class OutputStream:
                 raise self._error
             if not self._open_request_ids:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._has_news.clear()
+            await self._has_news.wait()
         outputs = self._take_outputs()
         if self._pending_output_by_id:
             await asyncio.sleep(0)
@@ -141,16 +138,12 @@ class OutputStream:
             self._pending_output_by_id[output.request_id] = output
         else:
             merge_outputs(unread_output, output)
-        self._wake()
+        self._has_news.set()
 
     def fail(self, error: Exception) -> None:
         """End the iteration with `error`, after the outputs that have arrived."""
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._has_news.set()
 
 
 def _count_prompt_logprobs(request: Request) -> int:
