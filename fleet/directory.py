@@ -204,19 +204,20 @@ class DirectoryActor:
         return self._clock_offset_s + time.monotonic()
 
     def _run_once(self, now: float) -> None:
-        """Read reports of workers and routers, start and stop them by the plan, and ask for further reports."""
+        """Read the reports of workers and routers, start and stop some of them by the plan, and ask for new reports."""
         state = self._state
         self._read_reports(now)
         self._limit_waits_for_room(now)
         members = list(state.member_by_name.values())
         for member in members:
             member.in_flight = self._count_in_flight(member) if member.phase is Phase.DRAINING else None
-        start_count = 0
+        is_start_paused = now < self._next_start_at_s  # a start has failed, which was read above
+        remaining_starts = 0 if is_start_paused else STARTS_PER_PASS
         for action in plan_actions(state.target_by_kind, members, state.spec.drain_timeout_s, now):
             if isinstance(action, PhaseChange):
                 self._change_phase(action, now)
-            elif start_count < STARTS_PER_PASS and now >= self._next_start_at_s:
-                start_count += 1
+            elif remaining_starts:
+                remaining_starts -= 1
                 self._start_member(action, now)
         self._request_reports(now)
         if self._has_unsaved_changes:

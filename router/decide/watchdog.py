@@ -95,7 +95,7 @@ class _SilenceAlarm:
     """Requests in a row, up to the last one, at which that number was the same."""
 
     def record_request(self, announced_blocks: int) -> None:
-        """Record a request after which an event must come. `announced_blocks`: their number before that event."""
+        """Record a request after which an event must come. `announced_blocks`: number of blocks announced so far."""
         if announced_blocks != self.announced_blocks:  # events come: this request is the first to wait for the next one
             self.announced_blocks, self.request_count = announced_blocks, 0
         self.request_count += 1
@@ -164,9 +164,9 @@ class Watchdog:
     ) -> None:
         """Compare what the router predicted for one answer with what the engine reports, for the alarms of a worker.
 
-        The prompt has `counted_tokens` by the router (None: it cannot count them), and `reported_tokens` by the engine.
-        The worker's events had announced the first `resident_tokens` as cached. The prediction may be more than that.
-        `block_tokens`: the worker's block length. None: the engine does not report the number.
+        For example, the router counts 500 tokens in a prompt and predicts that 320 are cached. The worker's events had
+        announced 256 of them, the `resident_tokens`. The engine reports 507 and 200: the chat templates differ, and 120
+        tokens were evicted. A number is None if the router cannot count it, or the engine does not report it.
         """
         alarms = self._alarms.get(worker_id)
         if alarms is None:
