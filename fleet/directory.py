@@ -415,7 +415,6 @@ class DirectoryActor:
         return [member for member in self._state.member_by_name.values() if member.kind is MemberKind.ROUTER]
 
     def _list_worker_statuses(self, member: Member) -> list[WorkerStatus]:
-        """Return the state of a worker as each router reports it."""
         worker_id = str(member.launch.worker_settings.get("id")) if member.launch else ""
         pages = [self._get_status_by_worker(router) or {} for router in self._list_routers()]
         return [page[worker_id] for page in pages if worker_id in page]

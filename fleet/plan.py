@@ -153,7 +153,6 @@ def _plan_excess_removals(live_members: Sequence[Member], count: int) -> list[Ac
 
 
 def _plan_returns(target: MemberTarget, members: Sequence[Member], count_max: int) -> list[PhaseChange]:
-    """Return the cancelled drains of at most `count_max` members of the wanted revision."""
     returnable_members = [
         member for member in members if member.phase is Phase.DRAINING and member.revision == target.revision
     ]
@@ -167,7 +166,6 @@ def _plan_removal(member: Member) -> PhaseChange:
 
 
 def _plan_starts(kind: MemberKind, missing_member_count: int, occupied_slots: set[int]) -> list[Action]:
-    """Return the starts of missing members, in the lowest free slots."""
     slot_count = len(occupied_slots) + missing_member_count
     free_slots = [slot for slot in range(slot_count) if slot not in occupied_slots]
     return [StartAction(kind, slot) for slot in free_slots[: max(0, missing_member_count)]]

@@ -259,7 +259,6 @@ def _make_click_option(setting: Setting, heading: str | None, *, is_shown: bool)
 
 
 def _make_help_text(setting: Setting) -> str:
-    """Return the help of a flag, with its default and whether it may be repeated."""
     base_type, _ = split_annotated(setting.value_type)
     default = setting.default
     help_text = setting.help_text

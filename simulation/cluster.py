@@ -196,7 +196,6 @@ class Cluster:
         return result
 
     def _compute_longest_wait_s(self) -> float:
-        """Return the longest wait among the requests that are first in their workers' queues."""
         waits_s = [
             self.now - worker.waiting_sequences[0].routed_at_s for worker in self.workers if worker.waiting_sequences
         ]
@@ -325,7 +324,6 @@ class Cluster:
         )
 
     def _count_hit_tokens(self, sequence: SimSequence) -> int:
-        """Count the tokens of a prompt that no worker computed."""
         hit_blocks = self._source_hit_blocks_by_request.get(sequence.request.index, sequence.hit_blocks)
         return hit_blocks * sequence.request.block_size
 
@@ -354,7 +352,6 @@ class Cluster:
         self._schedule_tick(router_index)
 
     def _publish_cache_changes(self) -> None:
-        """Have every change of a worker's cache published to all routers."""
         for worker in self.workers:
             worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
             worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)

@@ -218,7 +218,6 @@ class SimWorker:
         ]
 
     def _enqueue(self, sequence: SimSequence) -> None:
-        """Add a sequence to the waiting ones, in their order."""
         if not self.limits.shortest_first:
             self.waiting_sequences.append(sequence)
             return
@@ -362,7 +361,6 @@ class SimWorker:
         self._generated_tokens += 1
 
     def _finish_decodes(self, step_result: StepResult) -> None:
-        """Finish the sequences with their last token in this step."""
         while self.decoding_heap and self.decoding_heap[0].finish_step <= self.step_count:
             sequence = heapq.heappop(self.decoding_heap)
             self._stop_decoding(sequence, sequence.remaining_tokens)
@@ -388,7 +386,6 @@ class SimWorker:
 
     # Preemption -----------------------------------------------------------------------------------------------
     def _count_free_blocks(self) -> int:
-        """Count the blocks that running sequences can still take."""
         cache = self.cache
         assert cache.capacity is not None
         return cache.capacity - cache.count_held_blocks()

@@ -231,7 +231,6 @@ class Dashboard:
         self._totals = _IntervalTotals()
 
     def _on_request_end(self, context: RequestContext) -> None:
-        """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
         cached_tokens = None if usage is None else usage.cached_tokens
         transfer = None if decision is None else decision.transfer

@@ -24,7 +24,6 @@ from router.app.system import compute_streams_max, name_flag_in_errors
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
-from router.edge.proxy import Proxy
 from router.fleet.discovery import Prober
 from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.feed import IndexFeed
@@ -101,10 +100,8 @@ class Cluster:
                 proxy.core, prober, self.feed, worker_tokenizers, peer_client, proxy.perform, config.fleet, proxy.now
             )
         )
-        self._add_callbacks(proxy)
 
-    def _add_callbacks(self, proxy: Proxy) -> None:
-        """Have the core ask the feed about events, and have the feed and the fleet learn of failed requests."""
+        # The core asks the feed about events, and the feed and the fleet learn of failed requests.
         proxy.core.registry.on_state_change = _log_state_change
         proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks
         proxy.core.watchdog.list_unreachable_endpoints = self.feed.list_unreachable_endpoints

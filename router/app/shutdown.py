@@ -42,7 +42,6 @@ class Shutdown:
             loop.add_signal_handler(signal.SIGHUP, self.end_requested.set)
 
     def _on_signal(self) -> None:
-        """Request the end; at the second signal, close all connections."""
         if self.end_requested.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
             self._abort_requested.set()

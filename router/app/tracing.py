@@ -106,7 +106,6 @@ class Tracing:
         return self._tracer.start_span(name, trace.trace_context, start_time=trace.to_ns(started_at_s), **options)
 
     def _add_prefill_span(self, trace: RequestSpan, prefill: PrefillTimes, now: float) -> None:
-        """Record the time in which another worker computed the prompt."""
         attributes = {"blockcast.worker": prefill.worker}
         kind = self._api.SpanKind.CLIENT
         span = self._start_part(trace, "prefill", prefill.started_at_s, attributes=attributes, kind=kind)

@@ -456,7 +456,6 @@ def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
 
 
 def _get_token_ids(answer: dict[str, Any]) -> list[int] | None:
-    """Return the token ids in an answer to `/tokenize`; None if it has none."""
     token_ids = answer.get("tokens")
     return token_ids if isinstance(token_ids, list) else None
 

@@ -130,7 +130,6 @@ class Recorder:
             del self._unplaced_by_serial[request.observed.serial]
 
     def _count_cached_tokens(self, route: RouteRequest) -> dict[str, int]:
-        """Return how many tokens of a prompt each target has cached now."""
         matches = self.core.index.match(route.token_ids or (), route.scope)
         tokens_by_holder = {match.holder: match.tokens for match in matches}
         return {name: tokens_by_holder.get(target.holder, 0) for name, target in self.core.tracker.targets.items()}

@@ -199,7 +199,6 @@ def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals
 
 
 def _compute_percentiles(values: Iterable[float]) -> list[float]:
-    """Return the percentiles 0 to 100."""
     sorted_values = sorted(values)
     return [sorted_values[round(percent / 100 * (len(sorted_values) - 1))] for percent in range(101)]
 

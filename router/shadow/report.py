@@ -105,7 +105,6 @@ def render_page(report: ShadowReport) -> bytes:
 
 
 def _render_head(report: ShadowReport) -> str:
-    """Render the start of the page: styles, title, time and number of requests."""
     clock = f"{_format_clock(report.since)} to {_format_clock(report.until)} UTC"
     counts = ", ".join(f"{number:,} {escape(outcome)}" for outcome, number in sorted(report.requests.items()))
     return (
@@ -187,7 +186,6 @@ def _render_losses(report: ShadowReport) -> str:
 
 
 def _render_plots(report: ShadowReport) -> str:
-    """Render the curves of times to first token, if there are some."""
     if report.comparison is None or not report.comparison.ttft_percentiles_by_curve:
         return ""
     head = "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
