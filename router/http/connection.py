@@ -450,12 +450,13 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = self._keep_alive and request.keep_alive
         try:
             self._set_current_request(request)
-            body_coding = self._check_head(request)
+            self._admit(request)
             self._charge_buffered_bytes()
-            if body_coding is not None and request.body_bytes:
-                self.responder = TaskResponder(self._decode_and_handle(request, body_coding))
-            else:
+            body_coding = get_body_coding(request) if request.body_bytes else None
+            if body_coding is None:
                 self._app.handle(self, request)
+            else:
+                self.responder = TaskResponder(self._decode_and_handle(request, body_coding))
         except RequestError as refused:
             self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
@@ -491,17 +492,17 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _check_head(self, request: HttpRequest) -> str | None:
-        """Have a request admitted for its tenant, and return the coding of its body, such as "gzip"; None: not coded.
+    def _admit(self, request: HttpRequest) -> None:
+        """Have the application admit a request by its head, and charge the request to its tenant.
 
-        Raises RequestError if the application refuses the request, or if the coding is unknown.
+        Raises RequestError if the application refuses the request, or if the coding of its body is unknown.
         """
-        coding = get_body_coding(request) if request.has_body else None
+        if request.has_body:
+            get_body_coding(request)  # raises the error before the body comes
         tenant = self._app.admit(self, request)
         if tenant != self._charge.tenant:
             self._charge.release()  # the next update charges the bytes to the new tenant
             self._charge.tenant = tenant
-        return coding
 
     def _charge_buffered_bytes(self) -> None:
         """Charge the buffered bytes to the tenant. Raises RequestError if they are too many."""
@@ -529,7 +530,7 @@ class ClientConnection(asyncio.Protocol):
         has_new_head = request is not None and request is not self._request
         if request is not None and has_new_head:
             self._set_current_request(request)
-            self._check_head(request)
+            self._admit(request)
         self._charge_buffered_bytes()
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
             self._app.scheduler.schedule(self._resume_requests)
