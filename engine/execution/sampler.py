@@ -213,7 +213,9 @@ class Sampler:
         none does. Both are on the device. The host waits for masks, and for nothing else.
         """
         batch = inputs.batch
-        tokens = self._draw(self._adjust_logits(logits, inputs), inputs.settings)
+        adjustments = (batch.logit_bias, inputs.banned_indices, inputs.penalty_step, inputs.token_masks)
+        has_adjustments = any(adjustment is not None for adjustment in adjustments)
+        tokens = self._draw(self._adjust_logits(logits, inputs) if has_adjustments else logits, inputs.settings)
         if inputs.penalty_step is not None:
             self._penalties.count_sampled(tokens, inputs.penalty_step)
         if batch.logprobs is None:
@@ -316,15 +318,11 @@ class Sampler:
         )
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Return the logits, [rows, vocab], after logit_bias, min_tokens, penalties and grammars, in vLLM's order.
+        """Return the logits, [rows, vocab] fp32, after logit_bias, min_tokens, penalties and grammars, as vLLM orders.
 
-        If any of these applies, the result is fp32. The given logits may then be changed, unless logprobs are wanted,
-        which are computed from the raw logits.
+        The given logits may be changed, unless logprobs are wanted, which are computed from the raw logits.
         """
         batch = inputs.batch
-        adjustments = (batch.logit_bias, inputs.banned_indices, inputs.penalty_step, inputs.token_masks)
-        if all(adjustment is None for adjustment in adjustments):
-            return logits
         adjusted_logits = logits.float()  # a copy, unless the logits are fp32 already
         if adjusted_logits is logits and batch.logprobs is not None:
             adjusted_logits = logits.clone()
