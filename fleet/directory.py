@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -67,8 +67,8 @@ class MemberLink:
     call: Any = None
     """The call of `report` that has not returned yet."""
     called_at_s: float = 0.0
-    report: MemberReport | None = None
-    """The newest report."""
+    report: MemberReport = field(default_factory=MemberReport)
+    """The newest report; an empty one before the first."""
     is_placed: bool = False
     """Whether the actor is known to have a node: it has answered a call, if only with an error."""
     has_warned: bool = False
@@ -137,12 +137,19 @@ class DirectoryActor:
         with self._lock:
             state, now = self._state, self._now()
             members = sorted(state.member_by_name.values(), key=lambda member: (member.kind, member.slot, member.name))
-            failures = (self._describe_failure(member, now) for member in members)
+            programs = [(member, self._get_report(member).program) for member in members]
+            hung_count_by_kind = Counter[str]()
+            for member, program in programs:
+                hung_count_by_kind[member.kind.value] += program.hung_count
             return {
                 "name": state.spec.name, "settled": self._is_settled(),
                 "members": [self._describe_member(member, now) for member in members],
-                "failures": [failure for failure in failures if failure is not None],
-                "hung": self._count_hung(),
+                "failures": [
+                    {"kind": member.kind.value, "slot": member.slot, "failures": program.failure_count,
+                     "retry_in_s": max(0.0, program.retry_at_s - now)}
+                    for member, program in programs if program.failure_count
+                ],
+                "hung": {kind: count for kind, count in hung_count_by_kind.items() if count},
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
                 "events": [list(event) for event in self._events],
             }  # fmt: skip
@@ -152,8 +159,8 @@ class DirectoryActor:
         report = self._get_report(member)
         row: dict[str, Any] = {
             "name": member.name, "kind": member.kind.value, "slot": member.slot, "revision": member.revision,
-            "phase": member.phase.value, "seconds": now - member.phase_since_s, "node": report.node if report else "",
-            "url": member.launch.url if member.launch else "", "silent_s": report.program.silent_s if report else 0.0,
+            "phase": member.phase.value, "seconds": now - member.phase_since_s, "node": report.node,
+            "url": member.launch.url if member.launch else "", "silent_s": report.program.silent_s,
             "wait": self._describe_wait(member),
         }  # fmt: skip
         if member.kind is MemberKind.ENGINE:
@@ -162,24 +169,6 @@ class DirectoryActor:
             row["queue_s"] = max((status.queue_s for status in statuses), default=0.0)
             row["prefill_share"] = max((status.prefill_share for status in statuses), default=0.0)
         return row
-
-    def _describe_failure(self, member: Member, now: float) -> dict[str, Any] | None:
-        """Return the row of `status` about a member with a program that failed; None if it did not."""
-        report = self._get_report(member)
-        if report is None or not report.program.failure_count:
-            return None
-        program = report.program
-        return {"kind": member.kind.value, "slot": member.slot, "failures": program.failure_count,
-                "retry_in_s": max(0.0, program.retry_at_s - now)}  # fmt: skip
-
-    def _count_hung(self) -> dict[str, int]:
-        """Count how often programs of the present members were killed because they did not answer, by kind."""
-        counts = Counter[str]()
-        for member in self._state.member_by_name.values():
-            report = self._get_report(member)
-            if report is not None and report.program.hung_count:
-                counts[member.kind.value] += report.program.hung_count
-        return dict(counts)
 
     def _run(self) -> None:
         """Keep the fleet as wanted, for ever: do what is due, then wait until workers and routers have reported."""
@@ -258,8 +247,11 @@ class DirectoryActor:
         self._link_by_member[member.name] = MemberLink(actor, now)
 
     def _make_actor_options(self, member: Member) -> dict[str, Any]:
-        """Return Ray's options for a member's actor: its name, what it reserves, and how its node is chosen."""
-        spec = self._state.spec
+        """Return Ray's options for a member's actor: its name, what it reserves, and how its node is chosen.
+
+        A router returns to its old node, so that clients find it at its address. Other members are spread.
+        """
+        spec, old_node = self._state.spec, self._find_old_node(member)
         is_engine = member.kind is MemberKind.ENGINE
         return {
             "name": member.name,
@@ -268,13 +260,8 @@ class DirectoryActor:
             "max_concurrency": 16,
             "num_cpus": spec.worker_cpus if is_engine else spec.router_cpus,
             "num_gpus": spec.worker_gpus if is_engine else 0,
-            "scheduling_strategy": self._choose_strategy(member),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(old_node, soft=True) if old_node else "SPREAD",
         }
-
-    def _choose_strategy(self, member: Member) -> str | NodeAffinitySchedulingStrategy:
-        """Return how Ray chooses a node: spread, or a router's old node, so that clients find it at its address."""
-        old_node = self._find_old_node(member)
-        return "SPREAD" if old_node is None else NodeAffinitySchedulingStrategy(old_node, soft=True)
 
     def _limit_waits_for_room(self, now: float) -> None:
         """Give up the wait of routers for room on their old nodes, and log which members no node has room for."""
@@ -396,7 +383,7 @@ class DirectoryActor:
         if link is not None:
             ray.kill(link.actor)
 
-    def _get_report(self, member: Member) -> MemberReport | None:
+    def _get_report(self, member: Member) -> MemberReport:
         return self._link_by_member[member.name].report
 
     def _list_workers(self) -> list[ListedWorker]:
@@ -406,17 +393,12 @@ class DirectoryActor:
             if member.kind is MemberKind.ENGINE and member.launch is not None
         ]
 
-    def _get_status_by_worker(self, router: Member) -> dict[str, WorkerStatus] | None:
-        """Return the workers of a router; None if it has not reported them, or did not answer."""
-        report = self._get_report(router)
-        return None if report is None else report.status_by_worker
-
     def _list_routers(self) -> list[Member]:
         return [member for member in self._state.member_by_name.values() if member.kind is MemberKind.ROUTER]
 
     def _list_worker_statuses(self, member: Member) -> list[WorkerStatus]:
         worker_id = str(member.launch.worker_settings.get("id")) if member.launch else ""
-        pages = [self._get_status_by_worker(router) or {} for router in self._list_routers()]
+        pages = [self._get_report(router).status_by_worker or {} for router in self._list_routers()]
         return [page[worker_id] for page in pages if worker_id in page]
 
     def _count_in_flight(self, member: Member) -> int | None:
@@ -426,7 +408,7 @@ class DirectoryActor:
         further requests.
         """
         routers_up = [router for router in self._list_routers() if router.phase is Phase.UP]
-        if any(self._get_status_by_worker(router) is None for router in routers_up):
+        if any(self._get_report(router).status_by_worker is None for router in routers_up):
             return None
         statuses = self._list_worker_statuses(member)
         if any(status.is_up for status in statuses):
@@ -439,25 +421,20 @@ class DirectoryActor:
         Every wanted worker and router is up, answers and has the right revision, and every router finds all workers up.
         """
         targets = self._state.target_by_kind
-        members = list(self._state.member_by_name.values())
+        members = self._state.member_by_name.values()
         member_count_by_kind = Counter(member.kind for member in members)
         if any(member_count_by_kind[kind] != target.count for kind, target in targets.items()):
             return False
-        if not all(self._is_member_settled(member) for member in members):
-            return False
-        for router in self._list_routers():
-            status_by_worker = self._get_status_by_worker(router) or {}
-            up_count = sum(status.is_up for status in status_by_worker.values())
-            if up_count != targets[MemberKind.ENGINE].count:
+        for member in members:
+            report, target = self._get_report(member), targets[member.kind]
+            is_answering = report.program.launch is not None and not report.program.silent_s
+            if not is_answering or member.phase is not Phase.UP or member.revision != target.revision:
                 return False
+            if member.kind is MemberKind.ROUTER:
+                up_count = sum(status.is_up for status in (report.status_by_worker or {}).values())
+                if up_count != targets[MemberKind.ENGINE].count:
+                    return False
         return True
-
-    def _is_member_settled(self, member: Member) -> bool:
-        """Return whether a member is up in its newest revision, has reported, and answers its health probes."""
-        report = self._get_report(member)
-        is_answering = report is not None and not report.program.silent_s
-        is_current = member.revision == self._state.target_by_kind[member.kind].revision
-        return is_answering and is_current and member.phase is Phase.UP
 
 
 def create_directory(spec: FleetSpec, engine_count: int, router_count: int) -> Any:

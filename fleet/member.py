@@ -24,13 +24,13 @@ PORT_SEARCHES_MAX = 100
 class MemberReport(msgspec.Struct, frozen=True):
     """Answer of a member to the directory."""
 
-    program: ProgramState
-    node: str
+    program: ProgramState = ProgramState()
+    node: str = ""
     """Ray's id of the node on which the member runs."""
-    events: list[TimedEvent]
+    events: list[TimedEvent] = []
     """Events of the program since the last report."""
     status_by_worker: dict[str, WorkerStatus] | None = None
-    """Workers of a router that serves and answers; None for an engine."""
+    """Workers of a router that serves and answers; None for another router, and for an engine."""
 
 
 class MemberActor:
