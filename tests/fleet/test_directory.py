@@ -78,3 +78,34 @@ def test_a_clock_that_is_set_back_keeps_no_member_from_being_asked(monkeypatch: 
         directory._link_by_member["r"].call = None  # it has returned
         call_times_s.append(directory._link_by_member["r"].called_at_s)
     assert call_times_s[1] - call_times_s[0] == pytest.approx(60.0)
+
+
+def test_a_fleet_is_settled_once_its_members_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleet.member import MemberReport
+    from fleet.program import ProgramState
+    from fleet.worker_list import WorkerStatus
+
+    router, engine = (
+        Member(name=kind.value, kind=kind, slot=0, revision=0, phase=Phase.UP, phase_since_s=0.0, launch=LAUNCH)
+        for kind in (MemberKind.ROUTER, MemberKind.ENGINE)
+    )
+    directory = make_directory(monkeypatch, router, RuntimeError("not called"))
+    directory._state.member_by_name["engine"] = engine
+    directory._adopt_member(engine)
+    unknown = directory.status()
+    assert not unknown["settled"]
+    assert (unknown["failures"], unknown["hung"], unknown["members"][0]["node"]) == ([], {}, "")
+
+    status_by_worker = {"w": WorkerStatus(is_up=True, is_draining=False, in_flight=0, queue_s=0.0, prefill_share=0.0)}
+    links = directory._link_by_member
+    links["router"].report = MemberReport(ProgramState(LAUNCH), "node", [], status_by_worker)
+    links["engine"].report = MemberReport(ProgramState(LAUNCH, failure_count=2, hung_count=1), "node")
+    status = directory.status()
+    assert status["settled"]
+    assert status["failures"] == [{"kind": "engine", "slot": 0, "failures": 2, "retry_in_s": 0.0}]
+    assert status["hung"] == {"engine": 1}
+    links["engine"].report = MemberReport(ProgramState(LAUNCH, silent_s=3.0), "node")
+    assert not directory.status()["settled"], "the engine does not answer"
+    links["engine"].report = MemberReport(ProgramState(LAUNCH), "node")
+    links["router"].report = MemberReport(ProgramState(LAUNCH), "node", [], {})
+    assert not directory.status()["settled"], "the router does not know the engine"
