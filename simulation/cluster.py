@@ -31,13 +31,10 @@ class Placement(NamedTuple):
     """Whether the source computes the whole prompt first."""
 
 
-Placements = Sequence[tuple[int, int] | Placement]
-
-
 class Router:
     """Base class of routing policies that are simulated: chooses a worker for each request.
 
-    The cluster calls a method at each event. Methods that return `Placements` name the requests to send now, with their
+    The cluster calls a method at each event. Methods that return placements name the requests to send now, with their
     workers. They may be any requests that wait in the router.
     """
 
@@ -46,19 +43,19 @@ class Router:
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def route(self, request: SimRequest, now: float) -> Placements:
+    def route(self, request: SimRequest, now: float) -> Sequence[Placement]:
         """Handle the arrival of a request."""
         raise NotImplementedError
 
-    def on_prefill_end(self, request: SimRequest, now: float) -> Placements:
+    def on_prefill_end(self, request: SimRequest, now: float) -> Sequence[Placement]:
         """Handle the end of a prefill at the source of a request. The KV begins to move now."""
         return []
 
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> Sequence[Placement]:
         """Handle the first token of an answer."""
         return []
 
-    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Placements:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Sequence[Placement]:
         """Handle the end of an answer. `cached_tokens`: tokens of the prompt that no worker had to compute."""
         return []
 
@@ -75,7 +72,7 @@ class Router:
         """Return the seconds until `tick` is to be called; None if no call is due."""
         return None
 
-    def tick(self, now: float) -> Placements:
+    def tick(self, now: float) -> Sequence[Placement]:
         return []
 
 
@@ -206,15 +203,14 @@ class Cluster:
         self.result.arrived_s_by_request[request.index] = self.now
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
-    def _notify_router(self, request_index: int, notify: Callable[[Router], Placements]) -> None:
+    def _notify_router(self, request_index: int, notify: Callable[[Router], Sequence[Placement]]) -> None:
         """Call the router of a request and forward what it returns."""
         router_index = request_index % len(self.routers)
         self._forward(notify(self.routers[router_index]))
         self._schedule_tick(router_index)
 
-    def _forward(self, placements: Placements) -> None:
-        for item in placements:
-            placement = Placement(*item)
+    def _forward(self, placements: Sequence[Placement]) -> None:
+        for placement in placements:
             self.result.worker_by_request[placement.request_index] = placement.worker
             if placement.source is None:
                 self._submit(placement)

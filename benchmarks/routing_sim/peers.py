@@ -11,7 +11,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Container, Sequence
 
-from simulation.cluster import Cluster, Router
+from simulation.cluster import Cluster, Placement, Router
 from simulation.engine import SimSequence, SimWorker
 from simulation.workload import SimRequest
 
@@ -59,12 +59,12 @@ class Residency(Router):
     def choose(self, request: SimRequest, now: float) -> int:
         raise NotImplementedError
 
-    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+    def route(self, request: SimRequest, now: float) -> list[Placement]:
         worker = self.choose(request, now)
         self.in_flight[worker] += 1
-        return [(request.index, worker)]
+        return [Placement(request.index, worker)]
 
-    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[Placement]:
         self.in_flight[worker] -= 1
         return []
 
@@ -180,7 +180,7 @@ class QueuedPrefills(Residency):
         self.prefill_tokens[worker] += self.pending[request.index]
         return worker
 
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[Placement]:
         self.prefill_tokens[worker] -= self.pending.pop(request.index)
         return []
 
@@ -225,7 +225,7 @@ class Dynamo(QueuedPrefills):
         self.active[worker].update(request.block_ids)
         return worker
 
-    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[Placement]:
         active = self.active[worker]
         for block in request.block_ids:
             active[block] -= 1

@@ -27,8 +27,8 @@ class WorkerGroup:
 
     def choose(self, request: SimRequest, now: float) -> int:
         """Return the worker for a request, by its number in the group, and count the request there."""
-        [(_, worker)] = self.policy.route(request, now)
-        return worker
+        [placement] = self.policy.route(request, now)
+        return placement.worker
 
     def count_uncached_tokens(self, request: SimRequest, worker: int) -> int:
         """Return the tokens of a prompt that a worker of the group would have to compute."""

@@ -24,7 +24,7 @@ from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
 from router.shadow.observed_request import ObservedRequest, find_predecessors
-from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
+from simulation.cluster import Cluster, ClusterConfig, Placement, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
@@ -100,9 +100,8 @@ class RecordedPlacement(Router):
     def __init__(self, worker_index_by_request: Sequence[int]) -> None:
         self._worker_index_by_request = worker_index_by_request
 
-    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        """Return one pair: the index of the request, and the index of its recorded worker."""
-        return [(request.index, self._worker_index_by_request[request.index])]
+    def route(self, request: SimRequest, now: float) -> list[Placement]:
+        return [Placement(request.index, self._worker_index_by_request[request.index])]
 
 
 def compare_placements(

@@ -38,6 +38,7 @@ from router.fleet.worker_responses import (
 )
 from router.index import make_index
 from router.index.protocol import Scope
+from simulation.cluster import Placement
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -284,10 +285,10 @@ def play(
         def read_load(self, worker: Any) -> EngineLoad | None:
             return say(worker.number, super().read_load(worker), self.cluster.now) if say is not None else None
 
-        def route(self, request: Any, now: float) -> list[tuple[int, int]]:
+        def route(self, request: Any, now: float) -> list[Placement]:
             if request.index in elsewhere:
-                return [(request.index, elsewhere[request.index])]
-            placements: list[tuple[int, int]] = super().route(request, now)
+                return [Placement(request.index, elsewhere[request.index])]
+            placements: list[Placement] = super().route(request, now)
             return placements
 
         def on_first_token(self, request: Any, worker: int, now: float) -> Any:

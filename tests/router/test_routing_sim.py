@@ -20,7 +20,7 @@ from router.decide.config import CoreConfig, QueueConfig
 from router.index import make_index
 from router.index.protocol import Scope
 from router.shadow.core_router import BlockScaledIndex
-from simulation.cluster import Placement, Placements, Router
+from simulation.cluster import Placement, Router
 from simulation.steps import StepTimes
 
 
@@ -204,7 +204,7 @@ def test_transfers_share_the_links_of_both_ends(sim: Any) -> None:
 class PullsFromWorker0(Router):
     """Sends the first request to worker 0 and all others to worker 1, which pulls from worker 0."""
 
-    def route(self, request: Any, now: float) -> Placements:
+    def route(self, request: Any, now: float) -> list[Placement]:
         return [Placement(request.index, 1, 0) if request.index else Placement(request.index, 0)]
 
 
@@ -300,7 +300,7 @@ def test_lmetric_by_hand(sim: Any) -> None:
     policy.in_flight = [1, 2, 15]
     sim_request = request(sim, 0, list(range(8)))
     assert policy.costs(sim_request) == [8192, 7680, 8192]
-    assert policy.route(sim_request, 0.0) == [(0, 1)]
+    assert policy.route(sim_request, 0.0) == [Placement(0, 1)]
     assert (policy.prefill_tokens[1], policy.in_flight[1]) == (2560, 3)
     policy.on_first_token(sim_request, 1, 1.0)
     policy.on_finished(sim_request, 1, 0, 2.0)
@@ -329,7 +329,8 @@ def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) ->
 def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
     policy = attach_policy(sim, sim.peers.Dynamo(1.0), workers=1)
     sim_request = request(sim, 0, [1, 2, 3])
-    ((_, worker),) = policy.route(sim_request, 0.0)
+    (placement,) = policy.route(sim_request, 0.0)
+    worker = placement.worker
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (1536, 3)
     policy.on_first_token(sim_request, worker, 1.0)
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (0, 3)
