@@ -164,7 +164,8 @@ class ArgumentWriter:
             return '("True" | "False")'
         if value_type == "null":
             return '"None"'
-        if not _list_restrictions(schema):
+        restricts_nothing = set(schema) <= _ANNOTATIONS
+        if restricts_nothing:
             return self._write_python_literal()
         branches = _list_branches(schema)
         if branches and depth < SCHEMA_DEPTH_MAX:
@@ -201,7 +202,7 @@ class ArgumentWriter:
         if properties is not None and all(can_write(property.name) for property in properties):
             return properties
         schema = self._root if isinstance(self._root, dict) else {}
-        keywords = _list_restrictions(schema) - {"type", "additionalProperties"}
+        keywords = set(schema) - _ANNOTATIONS - {"type", "additionalProperties"}
         restricts_nothing = properties is None and not keywords
         if restricts_nothing:
             return [] if schema.get("additionalProperties") is False else None
@@ -214,11 +215,6 @@ class ArgumentWriter:
         )
 
 
-def _list_restrictions(schema: dict[str, Any]) -> set[str]:
-    """Return the keywords of a schema that restrict a value."""
-    return set(schema) - _ANNOTATIONS
-
-
 def _list_branches(schema: dict[str, Any]) -> list[Json]:
     """Return the schemas of which a value must match one, if a schema is no more than a choice; else an empty list.
 
@@ -228,7 +224,8 @@ def _list_branches(schema: dict[str, Any]) -> list[Json]:
     types, any_of = schema.get("type"), schema.get("anyOf")
     if isinstance(types, list):
         return [{**schema, "type": branch_type} for branch_type in types]
-    return any_of if isinstance(any_of, list) and _list_restrictions(schema) == {"anyOf"} else []
+    has_only_any_of = set(schema) - _ANNOTATIONS == {"anyOf"}
+    return any_of if has_only_any_of and isinstance(any_of, list) else []
 
 
 def _write_listed_value(value: Json, types: tuple[str, ...]) -> str:
