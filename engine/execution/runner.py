@@ -341,13 +341,13 @@ class ModelRunner:
         if not step.batch_state.sampled_chunks:
             return []
         sampled_hidden = hidden if step.selected.last_indices is None else hidden[step.selected.last_indices]
-        if step.sampling_inputs is None:
+        if step.sampling_inputs is None:  # this rank only computes its part of the logits, for the rank that samples
             self.model.contribute_logits(sampled_hidden)
             return []
         logits = self.model.compute_logits(sampled_hidden)
         has_nan = logits[:, 0].isnan()  # a hidden state with one NaN makes all its logits NaN
         tokens, logprobs = self._sampler.sample(logits, step.sampling_inputs)
-        if self._last_tokens is not None:
+        if self._last_tokens is not None:  # the next step may begin before the host has the tokens
             self._last_tokens.index_copy_(0, step.batch_state.sampled_device_rows, tokens)
         return [tokens, has_nan, *logprobs]
 

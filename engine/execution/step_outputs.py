@@ -14,8 +14,9 @@ from engine.types import StepResult
 def build_result(step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
     """Build the result of a step, in the order of its plan.
 
-    outputs: the drawn tokens, whether their logits are NaN, their logprobs, then logprobs of prompts, as far as the
-    step has them. On a rank that does not sample, there are none.
+    `outputs`: columns, each with a value for every draw: the drawn tokens, whether their logits are NaN, and if wanted
+    LOGPROB_TENSORS columns of logprobs. As many columns follow for each prompt of which logprobs are wanted. On a rank
+    that does not sample, there are none.
     """
     result = StepResult([None] * len(step.chunks))
     if not outputs:

@@ -93,7 +93,12 @@ class OutputParser:
         return self._delta.call_count > 0
 
     def push(self, text: str, *, may_stop: bool) -> None:
-        """Parse the next text. `may_stop`: whether a stop string may end the answer here, which min_tokens delays."""
+        """Parse the next text: reasoning first, and when that has ended, text and tool calls.
+
+        A stop string may be cut in two by the pieces, so `StopStrings` holds back text that may begin one. A call has
+        no stop strings: what is held back when it begins comes before `text`. `may_stop`: whether a stop string may
+        end the answer here, which min_tokens delays.
+        """
         self._reasoning_has_just_opened = False
         if not self._has_reasoning_ended():
             self._source.push(text)

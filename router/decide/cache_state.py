@@ -112,10 +112,11 @@ class CacheState:
     def make_shortlist(
         self, targets: list[Target], prompt: PromptQuery | None, order: LoadOrder | None, sources: Sequence[Target]
     ) -> tuple[list[Target], dict[HolderId, Match]]:
-        """Return the targets that may win, and the cached prefixes of the prompt there and at `sources` of KV.
+        """Return the targets that may get a request, and the cached prefixes of its prompt there and at `sources`.
 
-        In a pool of less than 33 targets all may win, and `order` is None. In a larger one, a target is left out where
-        RIVALS_MIN others have less load and a prefix at least as long. All may win too if some target has an
+        `sources`: targets from which KV may move to the chosen one; some may answer no requests themselves. In a pool
+        of less than 33 targets all may get it, and `order` is None. In a larger one, a target is left out where
+        RIVALS_MIN others have less load and a prefix at least as long. All may get it too if some target has an
         approximate cache, which the index does not know.
         """
         if order is None or (prompt is not None and self._approximate_caches):
@@ -126,8 +127,8 @@ class CacheState:
         index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
         matches = {match.holder: match for match in index_matches}
         shortlist = [order.targets[holder] for holder in dict.fromkeys([*least_loaded, *matches])]
-        # These are the longest prefixes in the pool. A source outside of it, or one that computes the prompt and is
-        # chosen by its load, may have a shorter one.
+        # These are only the longest prefixes, and only of targets that answer. A source may be none of these targets,
+        # or may compute the prompt because it is idle.
         if any(can_prefill(source) or source.holder not in order.targets for source in sources):
             matches = self.match(prompt)
         return shortlist, matches

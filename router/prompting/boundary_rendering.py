@@ -68,7 +68,7 @@ class BoundaryRenderer:
         render = partial(self._render_after, prefix, inputs)
         source = self._select_source(inputs.chat)
         turn = None if prefix.has_late_system else read_plain_turn(messages, find_template_markers(source))
-        if turn is None:
+        if turn is None:  # the memo knows plain texts only
             text, texts, pieces = render(messages), [], None
         else:
             key = TurnKey(prefix.digest, inputs.digest, turn.frames, read_clock(source))

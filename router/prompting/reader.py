@@ -260,12 +260,14 @@ class PromptReader:
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
         renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt of a request for routing: `tokenize_prompt`, with its time. Thread-safe.
+        """Tokenise the prompt of a request for routing, and measure the time of that. Thread-safe.
 
         Raises nothing for a prompt that cannot be tokenised: the token ids are None, so that the request is routed
-        without them, and the worker reports the error to the client.
+        without them, and the worker reports the error to the client. `tokens_max`: most tokens that the model takes.
         """
-        if _may_take_long(request, tokenizer):  # another chat showed this while the request waited for its thread
+        # The template may have blocked for another chat while this request waited for its thread. Then this request
+        # is routed without ids, and later ones are read in worker processes.
+        if _may_take_long(request, tokenizer):
             return TokenizedPrompt()
         makes_outline = self._makes_outlines and renderer is not None
         tokenize = partial(
