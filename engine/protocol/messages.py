@@ -48,7 +48,9 @@ class MessagesFormatter:
         events = b""
         if not self._has_begun:
             self._has_begun = True
-            events = format_event("message_start", message=self._make_message())
+            # All tokens may have come at once, but only `message_delta` tells why the answer ended.
+            message = self._make_message() | {"stop_reason": None, "stop_sequence": None}
+            events = format_event("message_start", message=message)
         return events + b"".join(map(_format_block_event, self._blocks.push(delta)))
 
     def format_end(self) -> bytes:

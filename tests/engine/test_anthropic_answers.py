@@ -88,6 +88,8 @@ def test_a_stream_is_the_message_in_the_order_of_events(
     assert names == [*order, "message_delta", "message_stop"]
     assert "".join(deltas) == message["content"][0]["text"]
     assert stream_events[0]["message"]["content"] == []
+    begin = stream_events[0]["message"]
+    assert (begin["stop_reason"], begin["stop_sequence"]) == (None, None), "even if all tokens came at once"
     assert stream_events[0]["message"]["usage"]["cache_read_input_tokens"] == 2
     assert stream_events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
     assert stream_events[-2]["usage"] == message["usage"]
