@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from engine.http.request_body import receive_body
 from engine.http.state import STATE, ServerState
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
-from engine.process.client import OutputStream
+from engine.process.client import OutputStream, take_first_tokens
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
@@ -143,7 +143,9 @@ async def _respond(
     writer = ResponseWriter(request, state.config, deadline_s)
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
-        updater = ChoiceUpdater(state, generation, stream)
+        # A response has the logprobs of its text alone, and a token's part in the text shows if it comes alone.
+        takes_single_tokens = isinstance(formatter, ResponsesFormatter) and bool(generation.body.logprobs)
+        updater = ChoiceUpdater(state, generation, stream, takes_single_tokens=takes_single_tokens)
         if generation.body.stream:
             return await _stream_response(state, writer, stream, updater, formatter)
         async for outputs in stream:
@@ -190,8 +192,12 @@ class ChoiceUpdater:
     it adds to its choice, one of the `n` answers that the request asked for.
     """
 
-    def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
+    def __init__(
+        self, state: ServerState, generation: Generation, stream: OutputStream, *, takes_single_tokens: bool = False
+    ) -> None:
+        """`takes_single_tokens`: whether each token becomes a delta of its own, also where several came at once."""
         self._generation = generation
+        self._takes_single_tokens = takes_single_tokens
         sequence_ids = [request.request_id for request in generation.requests]
         self._choice_by_sequence_id = dict(zip(sequence_ids, generation.choices))
         self._stream = stream
@@ -200,7 +206,19 @@ class ChoiceUpdater:
     def apply(self, outputs: list[SequenceOutput]) -> list[tuple[Choice, ChoiceDelta]]:
         """Add outputs to their choices. Return each choice with its delta. Raises RequestError if a sequence failed."""
         now_s = time.perf_counter()
-        return [self._apply_output(output, now_s) for output in outputs]
+        deltas: list[tuple[Choice, ChoiceDelta]] = []
+        for output in outputs:
+            for part in self._split(output):
+                choice, delta = self._apply_output(part, now_s)
+                deltas.append((choice, delta))
+                if delta.finish_reason is not None:  # a stop string may end the answer before the last part
+                    break
+        return deltas
+
+    def _split(self, output: SequenceOutput) -> Iterator[SequenceOutput]:
+        while self._takes_single_tokens and len(output.token_ids) > 1:
+            yield take_first_tokens(output, 1)
+        yield output
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
         """Add an output of the engine core to its choice. Return the choice, and the text that is new in it.

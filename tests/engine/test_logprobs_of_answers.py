@@ -24,9 +24,10 @@ from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
-from engine.protocol.logprobs import LOGPROB_FLOOR
+from engine.protocol.logprobs import LOGPROB_FLOOR, LogprobFormatter
 from engine.protocol.params import ModelLimits, is_echo_only_request
-from engine.protocol.parsed_request import ParsedRequest
+from engine.protocol.parsed_request import ParsedRequest, ResponseContext
+from engine.protocol.responses import ResponsesFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import ChatRequest, CompletionRequest, RequestError, parse_chat, parse_completion
@@ -289,3 +290,25 @@ def test_logprobs_that_nobody_reads_take_little_memory() -> None:
     pair_bytes = tracemalloc.get_traced_memory()[0] / (count * 21)
     tracemalloc.stop()
     assert pair_bytes < 25
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_response_has_the_logprobs_of_its_text_alone_also_if_it_is_read_late(is_late: bool) -> None:
+    """Where the HTTP process lagged, the token that ended the answer, or those of a call, were among them."""
+    body = parse_chat(b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true}')
+    generation = generate(body)
+    context = ResponseContext(messages=b"[]", echoed_fields=b"{}", should_store=False, previous_response_id=None)
+    formatter = ResponsesFormatter(generation, context, LogprobFormatter(FACTORY))
+    outputs = outputs_of([TokenLogprobs.pack(token_id, -1.0, 1, []) for token_id in (65, 66, 67)], None)
+    outputs[-1].finish_reason = FinishReason.STOP  # by the last token, which is no text
+    if is_late:
+        first, *others = outputs
+        for output in others:
+            merge_outputs(first, output)
+        outputs = [first]
+    updater = ChoiceUpdater(Mock(metrics=ServerMetrics()), generation, Mock(), takes_single_tokens=True)
+    asyncio.run(format_logprobs(formatter, updater.apply(outputs)))
+    (item,) = json.loads(formatter.format_response())["output"]
+    (part,) = item["content"]
+    assert part["text"] == token_text(65) + token_text(66)
+    assert [entry["token"] for entry in part["logprobs"]] == [token_text(65), token_text(66)]
