@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from options import ConfigError
-from router.fleet.background_tasks import run_forever
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.member import FleetContext, Member
+from router.fleet.retries import run_forever
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
 from router.http_client import FetchError

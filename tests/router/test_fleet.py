@@ -31,8 +31,7 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
-from router.fleet import background_tasks, members, worker_lists
-from router.fleet.background_tasks import double_pause, run_forever
+from router.fleet import members, retries, worker_lists
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.fact_queue import EngineRestarted
@@ -48,6 +47,7 @@ from router.fleet.member import (
 )  # fmt: skip
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient
+from router.fleet.retries import double_pause, run_forever
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList
 from router.fleet.worker_tokenizers import WorkerTokenizers, find_checkpoints
@@ -239,15 +239,15 @@ class FailingProber:
 
 
 def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S", 0.001)
-    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S_MAX", 0.004)
+    monkeypatch.setattr("router.fleet.retries.RESTART_S", 0.001)
+    monkeypatch.setattr("router.fleet.retries.RESTART_S_MAX", 0.004)
     pauses_s: list[float] = []
 
     def record_pause(pause_s: float, first_s: float, max_s: float) -> float:
         pauses_s.append(double_pause(pause_s, first_s, max_s))
         return pauses_s[-1]
 
-    monkeypatch.setattr("router.fleet.background_tasks.double_pause", record_pause)
+    monkeypatch.setattr("router.fleet.retries.double_pause", record_pause)
 
     async def run() -> None:
         fleet = fleet_of(FailingProber())
@@ -712,7 +712,7 @@ def test_no_request_tries_a_worker_that_has_come_back_and_refuses_the_router() -
 
 def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(monkeypatch: Any) -> None:
     """If it did not answer just then, it was probed without a pause, and never found to be down."""
-    monkeypatch.setattr("router.fleet.background_tasks.RESTART_S", 0.001)
+    monkeypatch.setattr("router.fleet.retries.RESTART_S", 0.001)
 
     async def run() -> None:
         page = Page()
@@ -1062,8 +1062,8 @@ def test_work_that_goes_well_for_a_while_is_soon_begun_again(monkeypatch: Any) -
         if len(pauses) == 20:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(background_tasks.asyncio, "sleep", sleep)
-    monkeypatch.setattr(background_tasks.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(retries.asyncio, "sleep", sleep)
+    monkeypatch.setattr(retries.time, "monotonic", lambda: now_s)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run_forever(work, lambda _: None))
     assert pauses[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]

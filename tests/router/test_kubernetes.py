@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from options import ConfigError
-from router.fleet import background_tasks, kubernetes
-from router.fleet.background_tasks import run_forever
+from router.fleet import kubernetes, retries
 from router.fleet.kubernetes import (
     EndpointReadiness,
     KubernetesSource,
@@ -24,6 +23,7 @@ from router.fleet.kubernetes import (
     read_slice,
     watch_kubernetes,
 )
+from router.fleet.retries import run_forever
 from router.http_client import FetchError
 
 if sys.version_info >= (3, 11):
@@ -171,7 +171,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
                 await asyncio.gather(task, return_exceptions=True)
             assert all(isinstance(error, FetchError) for error in errors), errors
 
-    monkeypatch.setattr(background_tasks, "RESTART_S", 0.05)
+    monkeypatch.setattr(retries, "RESTART_S", 0.05)
     monkeypatch.setattr(kubernetes, "SHORT_WATCH_S", 0.05)
     monkeypatch.setattr(kubernetes, "POOL_S", 0.1)
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Work of the fleet in the background, which is begun anew when it fails, with pauses that double."""
+"""Work that is begun anew when it fails, with pauses that double, and work that is given up after some time."""
 
 from __future__ import annotations
 
