@@ -33,7 +33,7 @@ ELSEWHERE = {
     "router/prompting/turn_memo.py:EDGE_CHARS_MAX": "messages with more white space are rendered by the template",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",
-    "router/fleet/feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
+    "router/fleet/index_feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
     "events/frames.py:MAX_REQUEST_BYTES": "of who follows an engine: its connection ends",
     "router/fleet/worker_responses.py:METRICS_READ_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",

@@ -24,14 +24,14 @@ from router.app.system import compute_streams_max, name_flag_in_errors
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
-from router.fleet.discovery import Prober
 from router.fleet.fact_queue import FactQueue, WorkerFact
-from router.fleet.feed import IndexFeed
+from router.fleet.index_feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.member import FleetContext
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
+from router.fleet.prober import Prober
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_tokenizers import WorkerTokenizers
 from router.host_names import HostNames

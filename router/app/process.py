@@ -20,10 +20,10 @@ from router.admin.explanations import ExplanationRoutes
 from router.admin.health import HealthRoutes
 from router.admin.metrics_page import MetricsPage
 from router.admin.workers import WorkerListRoutes
+from router.app.api_keys import ApiKeys, Guard
 from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dispatch import RequestDispatcher
-from router.app.guard import ApiKeys, Guard
 from router.app.listen_addresses import bind_addresses
 from router.app.request_pipeline import RequestPipeline
 from router.app.server import RouterApp, list_forwarded_paths

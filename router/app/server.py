@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from prompts.paths import make_unknown_path_error
+from router.app.api_keys import ApiKeys, Guard
 from router.app.dispatch import RequestDispatcher
-from router.app.guard import ApiKeys, Guard
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.request_reader import UNVERSIONED_PATHS, is_worker_path

@@ -31,7 +31,7 @@ from prompts.tokenizer import Tokenizer
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
 from router.edge.rewrite import RANK_HEADER
-from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
+from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
 from router.fleet.worker_flag import WorkerFlag
 from router.http_client import FetchError, fetch, make_key_headers, open_session
 from router.prompting.conversation_reader import ConversationReader

@@ -13,11 +13,11 @@ import msgspec
 
 from router.decide.cache_state import CacheState
 from router.decide.chooser import RoutingChoice
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Decision, RouteRequest
 from router.decide.registry import WorkerRegistry
 from router.decide.speed import WorkTotals
 from router.decide.target import InFlightRequest, PromptQuery
-from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferEstimate, TransferLinks
 from router.decide.workers import WorkerState
 

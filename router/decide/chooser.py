@@ -15,6 +15,7 @@ import msgspec
 from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import RouteRequest, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import CustomPolicy, choose_cheapest, choose_without_price
@@ -29,7 +30,6 @@ from router.decide.price import (
 from router.decide.registry import WorkerRegistry
 from router.decide.shortlist import LoadOrder
 from router.decide.target import PromptQuery, Target
-from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.transfers.plans import (
     TransferPlanner,

@@ -23,6 +23,7 @@ from router.decide.cache_state import CacheState
 from router.decide.chooser import Chooser
 from router.decide.config import CoreConfig, RetryConfig
 from router.decide.load import EngineLoad
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import (
     REFUSALS,
     Decision,
@@ -39,7 +40,6 @@ from router.decide.placement import RequestPlacer
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.registry import CoreSnapshot, WorkerRegistry, describe_target
 from router.decide.target import PromptQuery
-from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import (

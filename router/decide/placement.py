@@ -14,11 +14,11 @@ from typing import Final
 from router.decide.attempts import ActiveRequest, AttemptTracker
 from router.decide.chooser import Chooser, RoutingChoice
 from router.decide.config import CoreConfig
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, Terms
 from router.decide.queue import RequestQueue
 from router.decide.registry import WorkerRegistry
 from router.decide.target import Target
-from router.decide.tracker import LoadTracker
 
 QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
 QUEUED_TRIES_MAX: Final = 24

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from router.decide.cache_state import CacheState
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Refuse, RouteRequest, TransferKind
 from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
 from router.decide.target import Target
-from router.decide.tracker import LoadTracker
 from router.decide.workers import (
     BLOCKCAST,
     PREFILL_ROLE,

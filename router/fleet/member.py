@@ -19,9 +19,9 @@ from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec, find_base_conflict
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
-from router.fleet.feed import IndexFeed, PeerSnapshot
+from router.fleet.index_feed import IndexFeed, PeerSnapshot
 from router.fleet.peer_snapshots import PeerClient
+from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.retries import double_pause, run_forever, run_with_timeout
 from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import are_ranks_asleep

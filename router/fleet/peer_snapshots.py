@@ -23,7 +23,7 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot, can_use_peer_snapshot
+from router.fleet.index_feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot, can_use_peer_snapshot
 from router.fleet.worker_responses import parse_number
 from router.http.request import HttpRequest
 from router.http.routes import Response

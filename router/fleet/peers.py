@@ -24,7 +24,7 @@ from events.feed_sockets import enable_keepalive, receive_frames
 from events.frames import MAX_HANDSHAKE_MS, MAX_UNACKNOWLEDGED_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad
-from router.decide.tracker import LoadTracker
+from router.decide.load_tracker import LoadTracker
 
 log = logging.getLogger("router")
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from prompts.tokenizer import Checkpoint, find_checkpoint
 from router.decide.workers import Worker
-from router.fleet.discovery import WorkerFacts
+from router.fleet.prober import WorkerFacts
 from router.fleet.retries import run_with_timeout
 from router.fleet.worker_flag import WorkerFlag
 from router.prompting.model_tokenizers import ModelTokenizers

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
+from router.decide.load_tracker import LoadTracker
 from router.decide.target import InFlightRequest
-from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
 from router.shadow.observed_request import ObservedRequest, find_predecessors

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Forward, RouteRequest
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import InFlightRequest, Target
-from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 

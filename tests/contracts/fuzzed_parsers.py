@@ -27,7 +27,7 @@ from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from prompts.schemas import parse_chat, parse_completion
 from router.decide.config import CostConfig, LearnConfig
-from router.decide.tracker import LoadTracker
+from router.decide.load_tracker import LoadTracker
 from router.edge.continuation import StreamContinuation
 from router.edge.event_converter import EventConverter
 from router.edge.response_progress import find_usage

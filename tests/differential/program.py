@@ -17,7 +17,7 @@ import aiohttp.connector
 
 import router.app.cli
 import router.app.process
-import router.fleet.feed
+import router.fleet.index_feed
 import router.prompting.prompt_worker_pool
 from events.feed_sockets import StreamSource
 from events.stream import StreamState
@@ -185,7 +185,7 @@ class RouterProgram:
         EventFeedOnLoop.publisher_by_endpoint = self._publisher_by_endpoint
         fix_date()
         router.prompting.prompt_worker_pool.WorkerState = begin_worker  # type: ignore[assignment,misc]
-        router.fleet.feed.EventFeed = EventFeedOnLoop  # type: ignore[misc,assignment]
+        router.fleet.index_feed.EventFeed = EventFeedOnLoop  # type: ignore[misc,assignment]
         router.app.process.make_index = lambda seed=None: _RecordingIndex(make_index(INDEX_SEED), self._on_prompt)
         aiohttp.connector.aiohappyeyeballs.start_connection = network.start_connection  # type: ignore[attr-defined]
         config, version = read_config(["--port", str(PORT), "--log-level", "error", *flags])

@@ -44,8 +44,8 @@ from events.stream_types import (
 )
 from events.types import BlockStored, Event
 from router.decide.config import CostConfig, LearnConfig
-from router.decide.tracker import LoadTracker
-from router.fleet.feed import IndexFeed
+from router.decide.load_tracker import LoadTracker
+from router.fleet.index_feed import IndexFeed
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.index import make_index
 from router.index.protocol import HolderId, PrefixIndex, Scope

@@ -33,9 +33,8 @@ from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet import members, retries, worker_lists
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.fact_queue import EngineRestarted
-from router.fleet.feed import IndexFeed
+from router.fleet.index_feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.member import (
     BLOCKS_FACTOR,
@@ -47,6 +46,7 @@ from router.fleet.member import (
 )  # fmt: skip
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient
+from router.fleet.prober import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.retries import double_pause, run_forever
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList

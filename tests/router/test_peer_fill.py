@@ -18,10 +18,10 @@ from prompts.errors import RequestError
 from router.decide.workers import WorkerSpec
 from router.fleet import peer_snapshots
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import WorkerFacts
-from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
+from router.fleet.index_feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.member import FleetContext, Member
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
+from router.fleet.prober import WorkerFacts
 from router.fleet.worker_flag import parse_worker_flag
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")

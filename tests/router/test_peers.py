@@ -22,10 +22,10 @@ from prompts.errors import RequestError
 from router.app import cluster
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import NO_PEER_LOAD
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Transfer, TransferKind
 from router.decide.price import Candidate, TransferPlan
 from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
-from router.decide.tracker import LoadTracker
 from router.fleet.peers import TOPIC, LoadMessage, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
 from simulation.steps import StepTimes
@@ -266,7 +266,7 @@ def test_no_two_routers_have_one_name() -> None:
 PAUSED_ROUTER = """
 import time
 from router.decide.config import CostConfig, LearnConfig, StepTimes
-from router.decide.tracker import LoadTracker
+from router.decide.load_tracker import LoadTracker
 from router.fleet.peers import PeerLoads, PeerSockets
 
 def make_sockets(name, heartbeat_s):

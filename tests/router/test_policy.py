@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import NO_PEER_LOAD, PeerLoad
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
     TIE_S,
@@ -37,7 +38,6 @@ from router.decide.price import (
     sum_loads,
 )
 from router.decide.target import Target
-from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 from simulation.steps import StepTimes
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import PeerLoad
+from router.decide.load_tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.decide.messages import Terms, Transfer, TransferKind
 from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
-from router.decide.tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.index.protocol import HolderId
 from simulation.steps import StepTimes
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.core import RouterCore
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Forward, RouteRequest
 from router.decide.price import Candidate
 from router.decide.recent_prompts import SHARED_RUNNING_MIN, RecentPrompts
 from router.decide.target import Target
-from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import HolderId, Scope

@@ -21,7 +21,7 @@ from events.sources import EventSource, resolve_endpoint
 from events.stream_types import Apply, DuplicateBatch, Origin, PublisherRestarted, StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
-from router.fleet.feed import IndexFeed
+from router.fleet.index_feed import IndexFeed
 from router.fleet.worker_stream import EVICTIONS_MIN, AppliedBatch
 from router.index.protocol import HolderId, Scope
 
@@ -101,7 +101,7 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
 def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
     index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch, has_died: bool
 ) -> None:
-    monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
+    monkeypatch.setattr("router.fleet.index_feed.COUNT_EVERY", 4)
     liar, honest = publisher(), publisher()
     liar_holder, honest_holder = index.add_holder("m"), index.add_holder("m")
     feed.follow_worker("a", [source_of(liar)], [liar_holder], blocks_max=20)
@@ -130,7 +130,7 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
 def test_a_full_index_forgets_who_announced_most_for_its_cache(
     index: ReferenceIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.feed.MEASURE_EVERY", 4)
+    monkeypatch.setattr("router.fleet.index_feed.MEASURE_EVERY", 4)
     feed = IndexFeed(index, index_bytes_max=1, streams_max=3)
     feed.start()
     small, large = publisher(), publisher()

@@ -15,13 +15,13 @@ from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
+from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
 from router.decide.policy import choose_cheapest
 from router.decide.price import Candidate, RequestFacts, price_worker
 from router.decide.target import InFlightRequest, Target
-from router.decide.tracker import LoadTracker
 from router.decide.workers import BLOCKCAST, ServedModel, WorkerSpec
-from router.fleet.discovery import Prober
+from router.fleet.prober import Prober
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_responses import read_engine_sizes
 from router.index import make_index

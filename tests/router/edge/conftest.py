@@ -19,8 +19,8 @@ from router.admin.explanations import ExplanationRoutes
 from router.admin.health import HealthRoutes
 from router.admin.metrics_page import MetricsPage
 from router.admin.workers import WorkerListRoutes
+from router.app.api_keys import Guard
 from router.app.dispatch import RequestDispatcher
-from router.app.guard import Guard
 from router.app.server import RouterApp, list_forwarded_paths
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.app.guard import AdminGuard
+from router.app.api_keys import AdminGuard
 from router.http.routes import Routes
 
 KEY = b"Authorization: Bearer secret"

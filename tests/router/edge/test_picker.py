@@ -20,7 +20,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from options.tls import ServerPem, watch_server_pem
-from router.app.guard import ApiKeys
+from router.app.api_keys import ApiKeys
 from router.decide.workers import ServedModel, WorkerSpec
 from router.host_names import HostNames
 from router.http.config import HttpLimits

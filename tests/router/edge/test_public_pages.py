@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prompts.errors import RequestError
-from router.app.guard import AdminGuard
+from router.app.api_keys import AdminGuard
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
 from router.http.routes import MAX_PAGE_CACHE_S, RENDER_SHARE, CachedPage, Response

@@ -13,7 +13,7 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.app.accounting import RequestAccounting
-from router.app.guard import AdminGuard
+from router.app.api_keys import AdminGuard
 from router.decide.workers import ServedModel
 from router.http.config import ClientTimeouts, HttpLimits
 from router.prompting.model_tokenizers import LoadedTokenizer

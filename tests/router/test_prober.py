@@ -17,7 +17,7 @@ from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel, WorkerSpec
-from router.fleet.discovery import Prober, WorkerFacts, suggest_remedy
+from router.fleet.prober import Prober, WorkerFacts, suggest_remedy
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
