@@ -19,14 +19,14 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 from options.system import read_resident_bytes, start_child
 from prompts.errors import RequestError
 
-T = TypeVar("T")
 WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function of a module and its arguments. Each process calls it once, and passes the result to every task."""
 
@@ -56,16 +56,15 @@ class WorkerProcess:
     def __init__(self, setup: WorkerSetup, memory_bytes: int, executor: ThreadPoolExecutor) -> None:
         self.is_busy = False
         self.last_used_s = 0.0
-        self.is_reusable = False
-        """Whether the process has memory left for another body."""
+        self.is_reusable = True
+        """Whether no call was given up, and the process has memory left for another body."""
         self.child: subprocess.Popen[bytes] | None = None
         self._setup_message = (memory_bytes, setup)
         self._executor = executor
         self._stream: Any = None
-        self._killed_children: list[subprocess.Popen[bytes]] = []
+        self._is_killed = False
         self._start_lock = threading.Lock()
-        """Held while a child is started, so that `kill` finds every child."""
-        self._kill_count = 0
+        """Held while the child is started, so that `kill` finds every child."""
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """Compute `work(setup_result, *arguments)` in the worker process, and return the result.
@@ -76,73 +75,50 @@ class WorkerProcess:
         """
         alarm_s = math.ceil(seconds_max) + ALARM_MARGIN_S  # the process ends itself then, if this one cannot kill it
         task = (alarm_s, work, arguments)
+        self.is_reusable = False  # if no result comes, because the call takes too long or is cancelled
         # A thread sends the task and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, self._send_and_receive, task, self._kill_count)
+        future = loop.run_in_executor(self._executor, self._send_and_receive, task)
         try:
-            rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
+            rejection, result, self.is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
             raise WorkerProcessError(f"not done within {seconds_max:g} s") from None
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerProcessError(f"{type(error).__name__}: {error}") from None
-        self.is_reusable = is_reusable
         if rejection is not None:
             raise RequestError(**rejection)
         return result
 
-    def _send_and_receive(self, task: object, kill_count_at_call: int) -> _TaskResult:
+    def _send_and_receive(self, task: object) -> _TaskResult:
         """Send a task to the child process, which is started if there is none, and wait for the result.
 
         A child reads pickles from its socket: once the setup message, then tasks. It answers each task with a result.
-        `kill_count_at_call`: `_kill_count` when this call was made. If the count has grown, the call was given up while
-        it waited for a thread. Raises EOFError then, and EOFError or OSError if the child ends.
+        Raises EOFError or OSError if the child ends, or if it was to be killed while the task waited for a thread.
         """
         with self._start_lock:
-            if self._kill_count != kill_count_at_call:
+            if self._is_killed:
                 raise EOFError("killed before it was started")
-            ended_stream = None
-            needs_child = self.child is None or self.child.poll() is not None
-            if needs_child:
-                ended_stream = self._stream
-                self._start()
-            stream = self._stream
+            is_new = self.child is None
+            if is_new:
+                self.child, parent_socket = start_child("prompts.worker_pool")
+                with parent_socket:
+                    self._stream = parent_socket.makefile("rwb")
         # The socket is used without the lock: it may block until the child is killed, and `kill` needs the lock.
-        if needs_child:
-            _close_stream(ended_stream)
-            pickle.dump(self._setup_message, stream)
-        pickle.dump(task, stream)
-        stream.flush()
-        task_result: _TaskResult = pickle.load(stream)
+        if is_new:
+            pickle.dump(self._setup_message, self._stream)
+        pickle.dump(task, self._stream)
+        self._stream.flush()
+        task_result: _TaskResult = pickle.load(self._stream)
         return task_result
 
-    def _start(self) -> None:
-        self.child, parent_socket = start_child("prompts.worker_pool")
-        with parent_socket:
-            self._stream = parent_socket.makefile("rwb")
+    def is_running(self) -> bool:
+        return self.child is not None and self.child.poll() is None
 
     def kill(self) -> None:
-        """Kill the process. It is reaped later, because freeing gigabytes takes time."""
-        self._killed_children = [child for child in self._killed_children if child.poll() is None]
         with self._start_lock:
-            self._kill_count += 1
+            self._is_killed = True
             if self.child is not None:
                 self.child.kill()
-                self._killed_children.append(self.child)
-                self.child = None
-
-    def reap(self) -> None:
-        """Kill the process and wait for its end."""
-        self.kill()
-        for child in self._killed_children:
-            child.wait()
-        _close_stream(self._stream)
-
-
-def _close_stream(stream: Any) -> None:
-    """Close the socket to a process that has ended; None: there is none."""
-    if stream is not None:
-        with contextlib.suppress(OSError):  # a task in the buffer that was never sent
-            stream.close()
 
 
 class WorkerPool:
@@ -151,36 +127,32 @@ class WorkerPool:
     def __init__(self, setup: WorkerSetup, process_count: int, memory_bytes: int) -> None:
         """`memory_bytes` is the most memory of one process."""
         self._executor = ThreadPoolExecutor(process_count, thread_name_prefix="worker-pool")
-        self.processes = [WorkerProcess(setup, memory_bytes, self._executor) for _ in range(process_count)]
+        self._make_process = partial(WorkerProcess, setup, memory_bytes, self._executor)
+        self.processes = [self._make_process() for _ in range(process_count)]
+        self._killed_processes: list[WorkerProcess] = []
+        """Killed processes that have not ended yet, because freeing gigabytes takes time."""
         self._waiters: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
-        """Calls that wait for a process, by tenant, the next one first."""
+        """Users that wait for a process, by tenant, the next one first."""
 
-    async def run(self, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
-        """Wait for a free worker process, call `work` with it, and return the result. Tenants take turns.
+    @contextlib.asynccontextmanager
+    async def acquire(self, tenant: str = "") -> AsyncIterator[WorkerProcess]:
+        """Wait for a free worker process, which is the user's alone in an `async with` block. Tenants take turns.
 
-        The process is killed if `work` is cancelled or raises another error than RequestError, and if it has too little
-        memory left for another call.
+        The process is killed afterwards if a call was given up, or if it has too little memory left for another call.
         """
-        process = await self._acquire(tenant)
-        has_failed = True
+        process = await self._wait_for_process(tenant)
         try:
-            result = await work(process)
-            has_failed = False
-            return result
-        except RequestError:
-            has_failed = False
-            raise
+            yield process
         finally:
             process.last_used_s = time.monotonic()
-            if has_failed or not process.is_reusable:
-                process.kill()
-            self._release(process)
+            self._release(process if process.is_reusable else self._replace(process))
 
-    async def _acquire(self, tenant: str) -> WorkerProcess:
+    async def _wait_for_process(self, tenant: str) -> WorkerProcess:
         for process in self.processes:
             if not process.is_busy:
                 process.is_busy = True
-                return process
+                has_died = process.child is not None and not process.is_running()
+                return self._replace(process) if has_died else process
         waiter: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(tenant, deque()).append(waiter)
         try:
@@ -191,7 +163,7 @@ class WorkerPool:
             raise
 
     def _release(self, process: WorkerProcess) -> None:
-        """Hand a process to the next waiting call. Tenants take turns."""
+        """Hand a process to the next user. Tenants take turns."""
         while self._waiters:
             tenant = next(iter(self._waiters))
             queue = self._waiters.pop(tenant)
@@ -203,15 +175,26 @@ class WorkerPool:
                 return
         process.is_busy = False
 
+    def _replace(self, process: WorkerProcess) -> WorkerProcess:
+        """Kill a process, and return a new one in its place, which the next call starts."""
+        process.kill()
+        self._killed_processes = [killed for killed in (*self._killed_processes, process) if killed.is_running()]
+        new_process = self._make_process()
+        new_process.is_busy = process.is_busy
+        self.processes[self.processes.index(process)] = new_process
+        return new_process
+
     def close_idle(self, idle_since_s: float) -> None:
         """Kill processes that were idle since `idle_since_s` (`time.monotonic`)."""
-        for process in self.processes:
-            if not process.is_busy and process.last_used_s < idle_since_s:
-                process.kill()
+        for process in list(self.processes):
+            if process.is_running() and not process.is_busy and process.last_used_s < idle_since_s:
+                self._replace(process)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.reap()
+        for process in (*self.processes, *self._killed_processes):
+            process.kill()
+            if process.child is not None:
+                process.child.wait()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -92,9 +92,9 @@ class BodyReader:
     async def _read_in_process(self, parse: BodyParser[T], data: bytes, tenant: str) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
         try:
-            return await self._process_pool.run(
-                lambda process: process.call(READ_S_MAX, _parse_body, parse, data), tenant
-            )
+            async with self._process_pool.acquire(tenant) as process:
+                result: T = await process.call(READ_S_MAX, _parse_body, parse, data)
+                return result
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may") from error
@@ -128,13 +128,12 @@ class BodyReader:
         Returns the checked grammar. Raises RequestError if the format is invalid or too expensive.
         """
         try:
-            lark: str = await self._compiler_pool.run(
-                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, requested), tenant
-            )
+            async with self._compiler_pool.acquire(tenant) as process:
+                lark: str = await process.call(GRAMMAR_S_MAX, _check_with_time_limit, requested)
+                return lark
         except WorkerProcessError as error:
             log.warning("the grammar of %s could not be compiled: %s", requested.param, error)
             raise field_error(requested.param, "takes more time or memory to compile than it may") from error
-        return lark
 
     def close(self) -> None:
         self._process_pool.close()

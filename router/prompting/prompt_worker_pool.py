@@ -103,23 +103,13 @@ class PromptWorkerPool:
         """
         self._check_capacity(body.tenant, body.byte_count)
         inspected_body: ParsedBody | None = None
-
-        async def inspect_and_read(process: WorkerProcess) -> ReadResult:
-            nonlocal inspected_body
-            if not body.is_wanted():
-                raise _make_overload_error("the client left")
-            try:
-                arguments = body.pieces, body.kind, body.needs_opening
-                inspected_body = await process.call(START_S_MAX, _inspect_body, *arguments)
-            except RequestError:
-                self.counts["refused"] += 1
-                raise
-            assert inspected_body is not None
-            return await self._run_task(process, make_task(inspected_body.request))
-
         self._add_waiting(body.tenant, body.byte_count)
         try:
-            return await self.processes.run(inspect_and_read, body.tenant)
+            async with self.processes.acquire(body.tenant) as process:
+                if not body.is_wanted():
+                    raise _make_overload_error("the client left")
+                inspected_body = await self._inspect(process, body)
+                return await self._run_task(process, make_task(inspected_body.request))
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body.byte_count, error)
@@ -137,9 +127,9 @@ class PromptWorkerPool:
         problem = ""
         for _ in range(TEMPLATE_TRIALS_MAX):
             try:
-                return await self.processes.run(
-                    lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)
-                )
+                async with self.processes.acquire() as process:
+                    trial: TemplateTrial = await process.call(START_S_MAX, _try_template, folder, render_s_max)
+                    return trial
             except (WorkerProcessError, RequestError) as error:
                 problem = f"its trial failed: {error}"
                 log.warning("the trial of the chat template in %s failed: %s", folder, error)
@@ -173,6 +163,17 @@ class PromptWorkerPool:
     def close_idle(self, now: float) -> None:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
+
+    async def _inspect(self, process: WorkerProcess, body: BodyToRead) -> ParsedBody:
+        """Have a process find the fields by which a body is routed. Raises RequestError or WorkerProcessError."""
+        try:
+            inspected_body: ParsedBody = await process.call(
+                START_S_MAX, _inspect_body, body.pieces, body.kind, body.needs_opening
+            )
+            return inspected_body
+        except RequestError:
+            self.counts["refused"] += 1
+            raise
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""

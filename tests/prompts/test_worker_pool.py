@@ -41,13 +41,14 @@ def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(mon
 
     async def run() -> None:
         pool = WorkerPool((begin, ()), 2, 4 << 30)
-        occupied = await pool._acquire("")
-        with pytest.raises(WorkerProcessError, match=r"not done within 0\.05 s"):
-            await pool.run(lambda process: process.call(0.05, get_pid, "first"))
-        name, pid = await pool.run(lambda process: process.call(60.0, get_pid, "second"))
-        assert name == "second"
-        assert [child.pid for child in children if child.poll() is None] == [pid]
-        pool._release(occupied)
+        async with pool.acquire():
+            with pytest.raises(WorkerProcessError, match=r"not done within 0\.05 s"):
+                async with pool.acquire() as process:
+                    await process.call(0.05, get_pid, "first")
+            async with pool.acquire() as process:
+                name, pid = await process.call(60.0, get_pid, "second")
+            assert name == "second"
+            assert [child.pid for child in children if child.poll() is None] == [pid]
         pool.close()
         assert all(child.poll() is not None for child in children)
 
@@ -59,11 +60,12 @@ import asyncio
 from prompts.worker_pool import WorkerPool
 from templates_without_end import begin, never_end
 
-async def work(process):
-    await process.call(60.0, repr)  # its start may take longer than the task
-    await process.call(1.0, never_end)
+async def main():
+    async with WorkerPool((begin, ()), 1, 4 << 30).acquire() as process:
+        await process.call(60.0, repr)  # its start may take longer than the task
+        await process.call(1.0, never_end)
 
-asyncio.run(WorkerPool((begin, ()), 1, 4 << 30).run(work))
+asyncio.run(main())
 """
 TASKS = """
 import os

@@ -176,8 +176,8 @@ def test_a_helper_that_dies_is_replaced() -> None:
 
 def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
-        (helper,) = worker_pool.processes.processes
         for _ in range(2):
+            (helper,) = worker_pool.processes.processes
             made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
             assert len(made.prompt.token_ids or ()) == 1000
             worker_pool.close_idle(helper.last_used_s + 59.9)
@@ -185,9 +185,10 @@ def test_one_without_work_is_ended_and_started_again() -> None:
             helper.is_busy = True
             worker_pool.close_idle(helper.last_used_s + 60.1)
             helper.is_busy = False
-            assert helper.child is not None, "it has a body"
+            assert helper.is_running(), "it has a body"
             worker_pool.close_idle(helper.last_used_s + 60.1)
-            assert helper.child is None
+            assert worker_pool.processes.processes[0].child is None
+            assert helper.child.wait() == -signal.SIGKILL
 
     run(PromptWorkerConfig(count=1), work)
 

@@ -244,17 +244,16 @@ def test_keys_take_turns_at_the_helpers() -> None:
         order: list[str] = []
         gate = asyncio.Event()
 
-        async def occupy(process: WorkerProcess) -> None:
-            await gate.wait()
-            raise RequestError("done", param=None)
+        async def occupy() -> None:
+            async with worker_pool.processes.acquire("a"):
+                await gate.wait()
+                raise RequestError("done", param=None)
 
         async def take(party: str) -> None:
-            async def note(process: WorkerProcess) -> None:
+            async with worker_pool.processes.acquire(party):
                 order.append(party)
 
-            await worker_pool.processes.run(note, party)
-
-        holding = [asyncio.create_task(worker_pool.processes.run(occupy, "a")) for _ in range(2)]
+        holding = [asyncio.create_task(occupy()) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(take("a")) for _ in range(24)]
         await asyncio.sleep(0)
