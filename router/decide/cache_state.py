@@ -23,7 +23,6 @@ from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import InFlightRequest, PromptQuery, Target
-from router.decide.transfers.plans import can_prefill
 from router.decide.workers import CacheView, WorkerSpec
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex
 
@@ -109,35 +108,19 @@ class CacheState:
         prepared_ids = self._index.prepare(request.token_ids, request.similar_prompt)
         return PromptQuery(self._index, prepared_ids, request.scope, request.prompt_tokens)
 
-    def make_shortlist(
-        self, targets: list[Target], prompt: PromptQuery | None, order: LoadOrder | None, sources: Sequence[Target]
-    ) -> tuple[list[Target], dict[HolderId, Match]]:
-        """Return the targets that may get a request, and the cached prefixes of its prompt there and at `sources`.
+    def knows_all_prefixes(self, prompt: PromptQuery | None) -> bool:
+        """Return whether the index knows the cached prefix of a prompt at every target: no cache is approximate."""
+        return prompt is None or not self._approximate_caches
 
-        `sources`: targets from which KV may move to the chosen one; some may answer no requests themselves. In a pool
-        of less than 33 targets all may get it, and `order` is None. In a larger one, a target is left out where
-        RIVALS_MIN others have less load and a prefix at least as long. All may get it too if some target has an
-        approximate cache, which the index does not know.
+    def match(self, prompt: PromptQuery | None, order: LoadOrder | None = None) -> dict[HolderId, Match]:
+        """Return what each holder in the index matches of a prompt; nothing if the prompt was not tokenised.
+
+        `order`: match its targets only, and none of which RIVALS_MIN others have less load and as long a prefix.
         """
-        if order is None or (prompt is not None and self._approximate_caches):
-            return targets, self.match(prompt)
-        least_loaded = order.holders[:RIVALS_MIN]
-        if prompt is None:
-            return [order.targets[holder] for holder in least_loaded], {}
-        index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
-        matches = {match.holder: match for match in index_matches}
-        shortlist = [order.targets[holder] for holder in dict.fromkeys([*least_loaded, *matches])]
-        # These are only the longest prefixes, and only of targets that answer. A source may be none of these targets,
-        # or may compute the prompt because it is idle.
-        if any(can_prefill(source) or source.holder not in order.targets for source in sources):
-            matches = self.match(prompt)
-        return shortlist, matches
-
-    def match(self, prompt: PromptQuery | None) -> dict[HolderId, Match]:
-        """Return what each holder in the index matches of a prompt; nothing if the prompt was not tokenised."""
         if prompt is None:
             return {}
-        return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
+        options = () if order is None else (order.holders, RIVALS_MIN)
+        return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope, *options)}
 
     def find_cache_hits(
         self, prompt: PromptQuery, targets: Sequence[Target], matches: dict[HolderId, Match], now: float

@@ -43,10 +43,7 @@ from router.index.protocol import HolderId, Match, Scope
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
-    """Priced candidates of a request, and the one that was chosen.
-
-    A candidate is a target (a worker or a rank of one), possibly with a plan to move KV there from another target.
-    """
+    """Priced candidates of a request, and the one that was chosen."""
 
     request: RouteRequest
     candidates: list[Candidate]
@@ -68,11 +65,10 @@ class RoutingChoice(msgspec.Struct, eq=False):
         """Seconds until the prefill can begin: the target computes earlier prompts first."""
         target, plan = self.winner.target, self.winner.plan
         wait_s = target.slowdown * target.estimate_queue_s(self.request_facts.now)
-        if plan is None or plan.source_terms is None:
+        if plan is None:
             return wait_s
-        source_terms = plan.source_terms  # price of the prefill at another target, which computes the prompt
-        source_wait_s = source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s
-        return max(wait_s, source_wait_s)
+        source_terms = plan.source.terms
+        return max(wait_s, source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s)
 
     @property
     def charge_s(self) -> float:
@@ -147,15 +143,20 @@ class Chooser:
         `queued_ahead_s`: the part of it that will be sent before this request, by target. If the winner is missing a
         source, there is no worker that could compute the prompt for it.
         """
-        # Which targets may win, and from which others they could get KV.
+        # The targets that may win, those that could send them KV, and what each has cached of the prompt.
         prompt = self._cache_state.prepare_query(request)
         decay = self._tracker.compute_utilisation_decay(now)
         load_order: LoadOrder | None = None  # of a large pool; it accounts for neither media nor the router's queue
         has_media_or_queue = request.media_conversation is not None or bool(queued_ahead_s or queued_s)
-        if self._chooses_by_price and not has_media_or_queue:
+        if self._chooses_by_price and not has_media_or_queue and self._cache_state.knows_all_prefixes(prompt):
             load_order = self._registry.get_load_order(request, targets, decay, now)
         sources = self._find_sources(request, excluded_sources)
-        shortlist, matches = self._cache_state.make_shortlist(targets, prompt, load_order, sources)
+        shortlist, matches = targets, self._cache_state.match(prompt, load_order)
+        if load_order is not None:
+            shortlist = load_order.list_rivals(matches)
+            # A source may be none of the matched targets, or may compute the prompt because it is idle.
+            if any(can_prefill(source) or source.holder not in load_order.targets for source in sources):
+                matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches)
 
         # Values that all prices depend on.
@@ -176,7 +177,7 @@ class Chooser:
         choice.winner = self._pick_winner(choice)
         if choice.winner.is_missing_source:
             self._add_missing_source(choice, excluded_sources)
-        if explain and shortlist is not targets:
+        if explain and load_order is not None:
             other_targets = [target for target in targets if target not in shortlist]
             matches = self._cache_state.match(prompt)
             other_candidates = self._price_targets(request, facts, prompt, other_targets, matches, queued_ahead_s)
@@ -197,20 +198,21 @@ class Chooser:
         self,
         choice: RoutingChoice,
         sources: list[Target],
-        best_sources: dict[Target, int],
+        best_sources: list[Candidate],
         matches: dict[HolderId, Match],
     ) -> None:
         """Add the ways to serve a request in which one target sends KV to another one that answers.
 
-        Either the answering target pulls a cached prefix from one of `best_sources`, each with the length of its own.
-        Or one of `sources` computes the whole prompt first. `matches`: cached prefixes by the prefix index.
+        Either the answering target pulls a cached prefix from one of `best_sources`, or one of `sources` computes the
+        whole prompt first. `matches`: cached prefixes by the prefix index.
         """
         facts = choice.request_facts
         planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now)
         plans = planner.plan_pulls(choice.candidates, best_sources)
         if facts.can_move_prefill:
             least_busy = find_least_busy(sources, facts.now)
-            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
+            cached_prefillers = [source.target for source in best_sources if can_prefill(source.target)]
+            prefillers = list(dict.fromkeys([*least_busy, *cached_prefillers]))
             plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers, matches))
         self._add_plans(choice, plans)
 
@@ -254,7 +256,7 @@ class Chooser:
             self._add_plans(choice, [choice.winner])
 
     def _add_shared_prefix(
-        self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target], best_sources: dict[Target, int]
+        self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target], best_sources: list[Candidate]
     ) -> None:
         """Set how long a prefix running requests share with the prompt, and how much later requests will use a copy.
 
@@ -266,9 +268,7 @@ class Chooser:
         answer_s = facts.output_tokens * (total_step_s / len(targets))
         facts.shared_tokens, facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(prompt, answer_s)
         if best_sources:
-            source, cached_tokens = next(iter(best_sources.items()))
-            shared_tokens = facts.shared_tokens
-            facts.copy_reuse_share *= compute_pull_share(shared_tokens, cached_tokens, source, self._links, facts.now)
+            facts.copy_reuse_share *= compute_pull_share(facts.shared_tokens, best_sources[0], self._links, facts.now)
 
     def _price_targets(
         self,

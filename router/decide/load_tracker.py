@@ -162,7 +162,7 @@ class LoadTracker:
             tier_load_s=tier_load_s,
             sent_at_s=now,
             prefill_s=target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
-            source=plan.source if plan else None,
+            source=plan.source.target if plan else None,
             is_background=is_background,
         )
         if not is_streaming:

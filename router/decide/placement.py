@@ -15,7 +15,7 @@ from router.decide.attempts import ActiveRequest, AttemptTracker
 from router.decide.chooser import Chooser, RoutingChoice
 from router.decide.config import CoreConfig
 from router.decide.load_tracker import LoadTracker
-from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, Terms
+from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, Terms, TransferKind
 from router.decide.queue import RequestQueue
 from router.decide.registry import WorkerRegistry
 from router.decide.target import Target
@@ -167,8 +167,8 @@ class RequestPlacer:
         if active_request.is_background:
             winner = choice.winner
             computing_targets = [winner.target]
-            if winner.plan is not None and winner.plan.source_terms is not None:  # the source computes the prompt
-                computing_targets.append(winner.plan.source)
+            if winner.plan is not None and winner.plan.transfer.kind is TransferKind.PREFILL:
+                computing_targets.append(winner.plan.source.target)
             return self.queue.waiting_count > 0 or not all(self._is_idle(target, now) for target in computing_targets)
         if not self._queues_when_busy:
             return False

@@ -57,13 +57,15 @@ class TransferPlan(msgspec.Struct, eq=False):
     """
 
     transfer: Transfer
-    source: Target
+    source: Candidate
+    """The source. Its terms are the price of the prefill there; NOT_PRICED, all 0, if it has the KV cached."""
     arriving_tokens: int
     """Prompt tokens with KV at the destination when the transfer has ended."""
-    arrival_s: float
-    """Time until the transfer has ended. Meanwhile the destination computes earlier requests."""
-    source_terms: Terms | None = None
-    """Price of the prefill at the source; None if the source has the KV cached."""
+
+    @property
+    def arrival_s(self) -> float:
+        """Time until the transfer has ended. Meanwhile the destination computes earlier requests."""
+        return self.source.terms.ttft_s + self.transfer.transfer_s
 
 
 class Candidate(msgspec.Struct, eq=False):
@@ -120,8 +122,8 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
     if memory_wait_s > slot_wait_s:
         slot_wait_s = memory_wait_s
     ttft_s = slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
-    if plan is not None and plan.arrival_s > slowdown * queue_s:
-        ttft_s += plan.arrival_s - slowdown * queue_s
+    if plan is not None:
+        ttft_s += max(plan.arrival_s - slowdown * queue_s, 0.0)
 
     # Time of the answer after its first token, with the delay of the other answers at the target.
     utilisation = target.load.utilisation_scaled * request.utilisation_decay + target.peer_load.utilisation
@@ -136,8 +138,8 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
     shared_s = slowdown * (1.0 + congestion) * shared.reused_s
     tie_break_s = config.utilisation_weight * utilisation
 
-    if plan is not None and plan.source_terms is not None:  # another target computes the prompt
-        source_terms = plan.source_terms
+    if plan is not None:
+        source_terms = plan.source.terms
         prefill_s += source_terms.slowdown * source_terms.prefill_s
         decode_s += source_terms.decode_s
         congestion_s += source_terms.congestion_s

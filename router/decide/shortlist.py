@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Final, cast
 
 from router.decide.config import CostConfig
@@ -56,6 +56,10 @@ class LoadOrder:
         self._price_by_holder = {holder: price for price, holder in self._sorted_holders}
         self._load_by_holder = {holder: sum_loads([target]) for holder, target in self.targets.items()}
         self.pool_load = sum_loads(list(self.targets.values()))
+
+    def list_rivals(self, matches: Iterable[HolderId]) -> list[Target]:
+        """Return the targets that may have the lowest price: RIVALS_MIN with the least load, and those in `matches`."""
+        return [self.targets[holder] for holder in dict.fromkeys([*self.holders[:RIVALS_MIN], *matches])]
 
     def mark_changed(self, target: Target) -> None:
         """Note that a target's load changed, if the target is in this pool."""

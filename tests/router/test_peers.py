@@ -117,7 +117,7 @@ def test_requests_that_wait_for_kv_are_told_too() -> None:
     (my_tracker, my_targets), (their_tracker, targets) = tracker(), tracker()
     mine, theirs = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
     transfer = Transfer(TransferKind.PULL, "other", None, 0, 1e9)
-    candidate = Candidate(targets[0], plan=TransferPlan(transfer, targets[1], arriving_tokens=0, arrival_s=1e9))
+    candidate = Candidate(targets[0], plan=TransferPlan(transfer, Candidate(targets[1]), arriving_tokens=0))
     waiting = their_tracker.add_request(
         targets[0], prompt_tokens=8000, cached_tokens=7999, is_streaming=True, now=0.0, candidate=candidate
     )

@@ -170,7 +170,7 @@ def test_the_price_is_its_six_parts_written_out(
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
     transfer = Transfer(TransferKind.PULL, "other", None, 0, arrival_s)
-    plan = TransferPlan(transfer, target, arriving_tokens=0, arrival_s=arrival_s)
+    plan = TransferPlan(transfer, Candidate(target), arriving_tokens=0)
     cache = Candidate(target, cached, cached, media, *waits_s, plan=plan)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
     terms = price_worker(cache, priced, CONFIG)

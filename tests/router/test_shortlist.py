@@ -192,7 +192,7 @@ def test_the_order_follows_transfers() -> None:
     (order,) = core.tracker.load_orders.values()
     source, target = list(core.tracker.targets.values())[-2:]
     transfer = Transfer(TransferKind.PULL, source.name, None, 900, 0.5)
-    candidate = Candidate(target, plan=TransferPlan(transfer, source, 900, 0.5))
+    candidate = Candidate(target, plan=TransferPlan(transfer, Candidate(source), 900))
     request = core.tracker.add_request(
         target, prompt_tokens=1000, cached_tokens=900, is_streaming=True, now=0.01, candidate=candidate
     )
