@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import (
     Attention,
     AttentionConfig,
-    DecoderBlock,
+    Branch,
     ForwardContext,
     GatedMLP,
     Mixer,
@@ -78,11 +79,11 @@ class CausalLM:
         self,
         root_scope: WeightScope,
         config: DecoderConfig,
-        make_block: Callable[[WeightScope, int], DecoderBlock],
+        make_block: Callable[[WeightScope, int], list[Branch]],
     ) -> None:
         """Declare the weights of all blocks, which the loader fills, and number the attention and recurrent layers.
 
-        `make_block`: makes a block from the scope of its weights (model.layers.0) and its index (0).
+        `make_block`: makes the branches of a block from the scope of its weights (model.layers.0) and its index (0).
         """
         self.config = config
         self.shard = root_scope.shard
@@ -104,13 +105,13 @@ class CausalLM:
         self.ignored_prefixes = config.ignored_prefixes + ((HEAD_NAME,) if config.tie_embeddings else ())
 
         # layers in which tokens depend on other tokens
-        mixers = [block.mixer for block in self.blocks]
-        self.attention_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
+        layers = [(i, branch.layer) for i, block in enumerate(self.blocks) for branch in block]
+        self.attention_layers = [(i, layer) for i, layer in layers if isinstance(layer, Attention)]
         """(index of the block, its attention layer)."""
-        self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
+        self.recurrent_layers = [(i, layer) for i, layer in layers if isinstance(layer, RecurrentMixer)]
         """(index of the block, its recurrent layer)."""
-        self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """Index of the last block with such a layer. After it, only selected rows are computed."""
+        _, self._last_mixer = max((*self.attention_layers, *self.recurrent_layers), key=lambda layer: layer[0])
+        """Last layer of these kinds. After it, only selected rows are computed."""
         self._layers_by_group = _group_layers(self.attention_layers)
         """Attention layers that share a block table, by group, with the indices of their blocks."""
         self._rope_configs: list[RopeConfig] = []
@@ -184,11 +185,12 @@ class CausalLM:
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # a host tensor: no copy to wait for
         residual: Tensor | None = None
-        for index, block in enumerate(self.blocks):
-            is_last_mixer = index == self._last_mixer_index
-            x, residual = block(x, residual, context, selected_tokens if is_last_mixer else None)
-            if x.shape[0] == 0:  # no token is selected, and the cache is filled
-                return x
+        for branch in chain.from_iterable(self.blocks):
+            x, residual = branch(x, residual, context)
+            if branch.layer is self._last_mixer and selected_tokens is not None:
+                x, residual = x[selected_tokens], residual[selected_tokens]
+                if x.shape[0] == 0:  # no token is selected, and the cache is filled
+                    return x
         assert residual is not None
         normed, _ = self.norm.add(x, residual, context)
         return normed
@@ -271,18 +273,14 @@ def build_alternating_decoder(
     `norms`: names of a block's two norms in the checkpoint.
     """
 
-    def make_norm(scope: WeightScope, name: str) -> RMSNorm:
-        return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm)
+    def make_branch(scope: WeightScope, norm_name: str, layer: Mixer) -> Branch:
+        norm = RMSNorm(scope, norm_name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm)
+        return Branch(norm, layer, residual_scale=decoder.residual_scale)
 
-    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
-        mixer_norm_name, mlp_norm_name = norms
-        return DecoderBlock(
-            mixer_norm=make_norm(scope, mixer_norm_name),
-            mixer=mixers[index](scope),
-            mlp_norm=make_norm(scope, mlp_norm_name),
-            mlp=make_mlp(scope, index),
-            residual_scale=decoder.residual_scale,
-        )
+    def make_block(scope: WeightScope, index: int) -> list[Branch]:
+        mixer_norm, mlp_norm = norms
+        mixer, mlp = mixers[index](scope), make_mlp(scope, index)
+        return [make_branch(scope, mixer_norm, mixer), make_branch(scope, mlp_norm, mlp)]
 
     return CausalLM(root, decoder, make_block)
 

@@ -281,46 +281,28 @@ class GatedMLP:
         return self.down_projection(activate(self.gate_up_projection(x)))
 
 
-@dataclass(slots=True, kw_only=True)
-class DecoderBlock:
-    """Pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
+@dataclass(slots=True)
+class Branch:
+    """Part of a block, x + layer(norm(x)). The layer is a mixer (attention or a recurrent layer) or an MLP.
 
-    A mixer is attention or a recurrent layer. The output of mixer and MLP is normed by the `post_*` norm, if any, and
-    multiplied by `residual_scale`, before it is added. The next block does the last addition together with its norm.
+    Its output is normed by `post_norm`, if there is one, and multiplied by `residual_scale`, before it is added.
     """
 
-    mixer_norm: RMSNorm
-    mixer: Mixer
-    mlp_norm: RMSNorm | None = None
-    mlp: Mixer | None = None
-    post_mixer_norm: RMSNorm | None = None
-    post_mlp_norm: RMSNorm | None = None
+    norm: RMSNorm
+    layer: Mixer
+    post_norm: RMSNorm | None = None
     residual_scale: float = 1.0
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Apply the block, and return (x, residual): their sum is the output of the block. The next block adds them.
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Return (x, residual): their sum is the output. The next branch adds them, in one operation with its norm.
 
-        x, residual: [tokens, hidden], as the last block has returned them; residual is None in the first block.
-        `selected_tokens`: indices of the tokens that are computed after the mixer; None: all.
+        x, residual: [tokens, hidden], as the last branch has returned them; residual is None in the first one.
         """
         if residual is None:
-            residual = x
-            x = self.mixer_norm(x, context)
+            x, residual = self.norm(x, context), x
         else:
-            x, residual = self.mixer_norm.add(x, residual, context)
-        x = self._apply_branch(self.mixer, self.post_mixer_norm, x, context)
-        if selected_tokens is not None:
-            x = x[selected_tokens]
-            residual = residual[selected_tokens]
-        if self.mlp is None or self.mlp_norm is None or x.shape[0] == 0:
-            return x, residual
-        x, residual = self.mlp_norm.add(x, residual, context)
-        return self._apply_branch(self.mlp, self.post_mlp_norm, x, context), residual
-
-    def _apply_branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, context: ForwardContext) -> Tensor:
-        x = mixer(x, context)
-        if post_norm is not None:
-            x = post_norm(x, context)
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
+            x, residual = self.norm.add(x, residual, context)
+        x = self.layer(x, context)
+        if self.post_norm is not None:
+            x = self.post_norm(x, context)
+        return (x if self.residual_scale == 1.0 else x * self.residual_scale), residual

@@ -144,8 +144,7 @@ def _list_configs(model: CausalLM) -> list[object]:
 
     Scale factors, rotary frequencies and how experts are chosen are settings there, and have no tensor.
     """
-    layers = [layer for block in model.blocks for layer in (block.mixer, block.mlp)]
-    return [model.config, *(getattr(layer, "config", None) for layer in layers)]
+    return [model.config, *(getattr(branch.layer, "config", None) for block in model.blocks for branch in block)]
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:

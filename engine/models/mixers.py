@@ -9,15 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import ForwardContext, Linear, StateShape
+from engine.models.layers import ForwardContext, LayerState, Linear, StateShape
 from engine.models.shard import DimShard, Shard
-from engine.models.weights import Weight, WeightScope
+from engine.models.weights import WeightScope
 
 
-def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
-    """Declare a depthwise convolution's [channels, 1, width] as [channels, width]."""
-    part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), (slice(None), None))
-    return scope.declare_combined((channels, width), [part])
+class CausalConv:
+    """Convolves each channel over the last `width` tokens of a sequence. The last inputs are a part of its state."""
+
+    def __init__(
+        self,
+        scope: WeightScope,
+        name: str,
+        channels: DimShard,
+        width: int,
+        *,
+        has_bias: bool = False,
+        silu: bool = True,
+    ) -> None:
+        """Declare the weights of the channels that this rank holds. `silu`: whether SiLU is applied to the result."""
+        part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), (slice(None), None))
+        self.weight = scope.declare_combined((channels, width), [part])
+        self.bias = scope.declare_weight(f"{name}.bias", (channels,)) if has_bias else None
+        self.silu = silu
+        self.tail_shape = (width - 1, channels.held_size)
+
+    def __call__(self, x: Tensor, state: LayerState, context: ForwardContext) -> Tensor:
+        bias = None if self.bias is None else self.bias.tensor
+        return context.ops.causal_conv(x, self.weight.tensor, bias, state.conv_tail, context.state_plan, silu=self.silu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +71,6 @@ class GatedDeltaNet:
         self.recurrent_index = 0  # set by `CausalLM`
         self.key_channels = key_shard.held_size
         self.value_channels = value_shard.held_size
-        self.conv_channels = channel_shard.held_size
 
         projection_rows = {  # z becomes the gate, b the rate, and a the time step of the decay
             "in_proj_qkv": channel_shard,
@@ -62,7 +80,7 @@ class GatedDeltaNet:
         }
         self.projection_sizes = [rows.held_size for rows in projection_rows.values()]
         self.input_projection = Linear.declare(scope, projection_rows, config.hidden_size)
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
+        self.conv = CausalConv(scope, "conv1d", channel_shard, config.conv_width)
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.norm = scope.declare_weight("norm.weight", (config.value_dim,))
@@ -71,9 +89,7 @@ class GatedDeltaNet:
     @property
     def state_shape(self) -> StateShape:
         config = self.config
-        return StateShape(
-            (config.conv_width - 1, self.conv_channels), (config.num_value_heads, config.key_dim, config.value_dim)
-        )
+        return StateShape(self.conv.tail_shape, (config.num_value_heads, config.key_dim, config.value_dim))
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
@@ -84,8 +100,9 @@ class GatedDeltaNet:
         config, num_tokens = self.config, x.shape[0]
         state = context.state_by_layer[self.recurrent_index]
         qkv, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
-        qkv = context.ops.causal_conv(qkv, self.conv.tensor, None, state.conv_tail, context.state_plan, silu=True)
-        q, k, v = torch.split(qkv, [self.key_channels, self.key_channels, self.value_channels], -1)
+        q, k, v = torch.split(
+            self.conv(qkv, state, context), [self.key_channels, self.key_channels, self.value_channels], -1
+        )
         out = context.ops.gated_delta(
             q=q.view(num_tokens, config.num_key_heads, config.key_dim),
             k=k.view(num_tokens, config.num_key_heads, config.key_dim),
@@ -138,14 +155,12 @@ class Mamba2:
         self.config = replace(config, num_heads=head_shard.held_size, num_groups=num_groups)
         """Config with the numbers of heads and groups that this rank holds."""
         self.recurrent_index = 0  # set by `CausalLM`
-        self.conv_channels = channel_shard.held_size
 
         projections = [inner_shard, channel_shard, head_shard]
         self.projection_sizes = [rows.held_size for rows in projections]
         projection_rows = {"in_proj": DimShard.concatenate(projections)}
         self.input_projection = Linear.declare(scope, projection_rows, config.hidden_size, config.proj_bias)
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
-        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if config.conv_bias else None
+        self.conv = CausalConv(scope, "conv1d", channel_shard, config.conv_width, has_bias=config.conv_bias)
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.skip = scope.declare_weight("D", (head_shard,), torch.float32)
@@ -157,9 +172,7 @@ class Mamba2:
     @property
     def state_shape(self) -> StateShape:
         config = self.config
-        return StateShape(
-            (config.conv_width - 1, self.conv_channels), (config.num_heads, config.head_dim, config.state_dim)
-        )
+        return StateShape(self.conv.tail_shape, (config.num_heads, config.head_dim, config.state_dim))
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
@@ -169,19 +182,15 @@ class Mamba2:
         """
         config = self.config
         gate, inputs_b_c, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
-        bias = None if self.conv_bias is None else self.conv_bias.tensor
-        conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
-        inputs_b_c = context.ops.causal_conv(
-            inputs_b_c, self.conv.tensor, bias, conv_tail, context.state_plan, silu=True
-        )
-        out = self._run_recurrence(inputs_b_c, dt, context)
+        state = context.state_by_layer[self.recurrent_index]
+        out = self._run_recurrence(self.conv(inputs_b_c, state, context), dt, state, context)
         if self.shared_norm is not None:
             normed = self.shared_norm(out, gate, self.norm.tensor)
         else:
             normed = context.ops.gate_then_norm(out, gate, self.norm.tensor, config.norm_eps, config.num_groups)
         return self.output_projection(normed)
 
-    def _run_recurrence(self, inputs_b_c: Tensor, dt: Tensor, context: ForwardContext) -> Tensor:
+    def _run_recurrence(self, inputs_b_c: Tensor, dt: Tensor, state: LayerState, context: ForwardContext) -> Tensor:
         """Run Mamba-2's recurrence, which advances the sequences' states. Returns [tokens, inner size].
 
         `inputs_b_c`: the inputs of all heads, and the B and C of all groups, side by side. `dt`: [tokens, heads].
@@ -196,7 +205,7 @@ class Mamba2:
             b=b.view(num_tokens, config.num_groups, config.state_dim),
             c=c.view(num_tokens, config.num_groups, config.state_dim),
             skip=self.skip.tensor,
-            states=context.state_by_layer[self.recurrent_index].recurrent_state,
+            states=state.recurrent_state,
             plan=context.state_plan,
         )
         return out.reshape(num_tokens, -1)
@@ -247,24 +256,17 @@ class ShortConv:
         """Declare the weights of the channels that this rank holds. `conv_width`: tokens that a convolution sees."""
         self.recurrent_index = 0  # set by `CausalLM`
         channels = scope.shard.split(hidden_size, "convolution channels")
-        self.conv_channels = channels.held_size
-        self.conv_width = conv_width
         input_rows = {"in_proj": DimShard.concatenate([channels, channels, channels])}
         self.input_projection = Linear.declare(scope, input_rows, hidden_size, has_bias)
-        self.conv = _declare_conv_weight(scope, "conv", channels, conv_width)
-        self.conv_bias = scope.declare_weight("conv.bias", (channels,)) if has_bias else None
+        self.conv = CausalConv(scope, "conv", channels, conv_width, has_bias=has_bias, silu=False)
         self.output_projection = Linear.declare(scope, {"out_proj": hidden_size}, channels, has_bias)
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape((self.conv_width - 1, self.conv_channels))
+        return StateShape(self.conv.tail_shape)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Mix each token with the last tokens of its sequence. x and the result: [tokens, hidden]."""
         input_gate, output_gate, value = self.input_projection(x).chunk(3, -1)
-        bias = None if self.conv_bias is None else self.conv_bias.tensor
-        conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
-        mixed = context.ops.causal_conv(
-            input_gate * value, self.conv.tensor, bias, conv_tail, context.state_plan, silu=False
-        )
+        mixed = self.conv(input_gate * value, context.state_by_layer[self.recurrent_index], context)
         return self.output_projection(output_gate * mixed)

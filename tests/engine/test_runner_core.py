@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 import pytest
 import torch
@@ -104,11 +105,8 @@ def test_rows_that_no_token_is_drawn_from_end_at_the_last_mixer(family):
     mixing = [i for i, _ in (*d.model.attention_layers, *d.model.recurrent_layers)]
     later_layers = d.model.blocks[max(mixing) :]
     watched_layers = 0
-    for i, block in enumerate(later_layers):
-        if block.mlp is not None:
-            block.mlp, watched_layers = record_rows(block.mlp), watched_layers + 1
-        if i > 0:
-            block.mixer, watched_layers = record_rows(block.mixer), watched_layers + 1
+    for branch in list(chain.from_iterable(later_layers))[1:]:
+        branch.layer, watched_layers = record_rows(branch.layer), watched_layers + 1
     assert watched_layers > 0
     first, second = ([rng.randrange(2048) for _ in range(count)] for count in (30, 20))
     results = []

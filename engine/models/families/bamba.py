@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
 from engine.models.families import granite
 from engine.models.hf_config import HfConfig, ModelError, read_layer_types
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, ForwardContext, GatedMLP, Linear, RMSNorm
+from engine.models.layers import Attention, AttentionConfig, Branch, ForwardContext, GatedMLP, Linear, RMSNorm
 from engine.models.mixers import Mamba2, Mamba2Config, read_dt_limits
 from engine.models.weights import WeightScope
 
@@ -147,10 +147,10 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         "mlp": make_mlp,
     }
 
-    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
+    def make_block(scope: WeightScope, index: int) -> list[Branch]:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
         make_mixer = mixer_by_type[layer_types[index]]
-        return DecoderBlock(mixer_norm=norm, mixer=make_mixer(scope.enter_scope("mixer")))
+        return [Branch(norm, make_mixer(scope.enter_scope("mixer")))]
 
     return CausalLM(root, decoder, make_block)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, read_attention_config
 from engine.models.hf_config import HfConfig, ModelError, make_layer_types, read_layer_types
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm
+from engine.models.layers import Attention, AttentionConfig, Branch, GatedMLP, RMSNorm
 from engine.models.rope import RopeConfig
 from engine.models.weights import WeightScope
 
@@ -53,7 +53,7 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     attention_by_layer = read_layer_types(config, "layer_types", attention_by_type, default_types)
     intermediate_size = config.get_integer("intermediate_size")
 
-    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
+    def make_block(scope: WeightScope, index: int) -> list[Branch]:
         return _build_block(scope, decoder, attention_by_layer[index], intermediate_size)
 
     return CausalLM(root, decoder, make_block)
@@ -102,17 +102,15 @@ def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeC
     return RopeConfig(head_dim, config.get("rope_local_base_freq", LOCAL_THETA), source=config.source)
 
 
-def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
+def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> list[Branch]:
     """Build a block with norms before and after both branches. `size`: width of the MLP."""
 
     def make_norm(name: str) -> RMSNorm:
         return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, zero_centred=True)
 
-    return DecoderBlock(
-        mixer_norm=make_norm("input_layernorm"),
-        mixer=Attention(scope.enter_scope("self_attn"), attention),
-        post_mixer_norm=make_norm("post_attention_layernorm"),
-        mlp_norm=make_norm("pre_feedforward_layernorm"),
-        mlp=GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, is_gelu=True),
-        post_mlp_norm=make_norm("post_feedforward_layernorm"),
-    )
+    mixer = Attention(scope.enter_scope("self_attn"), attention)
+    mlp = GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, is_gelu=True)
+    return [
+        Branch(make_norm("input_layernorm"), mixer, make_norm("post_attention_layernorm")),
+        Branch(make_norm("pre_feedforward_layernorm"), mlp, make_norm("post_feedforward_layernorm")),
+    ]
