@@ -272,7 +272,8 @@ class Exchange:
     def _take_kv_fields(self) -> Fields | None:
         """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
         if self._pull is not None:
-            return self._proxy.workers.make_pull_fields(self._pull, self._decision.predicted_cached_tokens)
+            handover = self._proxy.workers.make_handover(self._pull)
+            return None if handover is None else handover.make_pull_fields(self._decision.predicted_cached_tokens)
         if self._prefill is None:
             return None
         kv_fields = self._prefill.take_decode_fields(self._proxy.now())

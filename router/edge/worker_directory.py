@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from router.decide.messages import Transfer
 from router.decide.workers import Worker
-from router.edge.transfers.dialects import DIALECTS, Fields, Handover
+from router.edge.transfers.dialects import DIALECTS, Handover
 from router.edge.upstream import Endpoint
 
 
@@ -40,15 +40,8 @@ class WorkerDirectory:
         worker = self._workers.get(transfer.source)
         if worker is None or not worker.spec.transfer.dialect:
             return None
-        return Handover(uuid4().hex, worker.spec.transfer, transfer.rank, worker.spec.ranks, self.fleet_key)
-
-    def make_pull_fields(self, transfer: Transfer, cached_tokens: int) -> Fields | None:
-        """Return the fields by which a worker fetches a cached prefix from another; None if that sends none."""
-        handover = self.make_handover(transfer)
-        if handover is None:
-            return None
-        make_fields = DIALECTS[handover.source.dialect].make_pull_fields
-        return None if make_fields is None else make_fields(handover._replace(cached_tokens=cached_tokens))
+        spec, facts = worker.spec, worker.spec.transfer
+        return DIALECTS[facts.dialect](uuid4().hex, facts, transfer.rank, spec.ranks, self.fleet_key)
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty if it reports none."""

@@ -17,7 +17,7 @@ from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import PrefillTimes, RequestContext
 from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.rewrite import Body, add_fields
-from router.edge.transfers.dialects import DIALECTS, Fields, Handover
+from router.edge.transfers.dialects import Fields, Handover
 from router.edge.upstream import UpstreamConnection, is_local_error
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
@@ -76,7 +76,6 @@ class PrefillLeg:
         self._context = context
         self._transfer = decision.transfer
         self._handover = handover
-        self._dialect = DIALECTS[handover.source.dialect]
 
         # The request to the prefill's worker, and its answer.
         self._path: bytes | None = None
@@ -105,7 +104,7 @@ class PrefillLeg:
     @property
     def is_concurrent(self) -> bool:
         """Whether the decode is sent at the same time."""
-        return self._dialect.is_concurrent
+        return self._handover.is_concurrent
 
     @property
     def needs_partner(self) -> bool:
@@ -118,16 +117,15 @@ class PrefillLeg:
         Fields that are added tell the worker where its KV goes. If another worker began the answer, the request is the
         one that asks for the rest of the answer.
         """
-        assert self._dialect.make_prefill_fields is not None
         request, continuation = self._context.request, self._context.continuation
         body = request.pieces
         if continuation is not None and continuation.continuation_body is not None:
             body = (continuation.continuation_body,)
             self._path = continuation.path
         self._decode_body = body
-        kv_fields = self._dialect.make_prefill_fields(self._handover)
+        kv_fields = self._handover.make_prefill_fields()
         try:
-            if self._dialect.shortens_prefill:
+            if self._handover.shortens_prefill:
                 self._body = make_prefill_body(request.path, body, kv_fields)
             else:
                 self._body = add_fields(body, kv_fields)
@@ -135,12 +133,8 @@ class PrefillLeg:
             self._fail("refused", str(error))
             return
         if self.is_concurrent:
-            self._decode_fields = self._read_decode_fields()
+            self._decode_fields = self._handover.make_decode_fields(b"")
         self._start_attempt()
-
-    def _read_decode_fields(self) -> Fields:
-        assert self._dialect.make_decode_fields is not None
-        return self._dialect.make_decode_fields(self._handover, bytes(self._content))
 
     def _start_attempt(self, *, is_resend: bool = False) -> None:
         target = self._proxy.workers.get_endpoint(self._transfer.source)
@@ -240,7 +234,7 @@ class PrefillLeg:
             return
         if not self.is_concurrent:  # the answer says where the KV is
             try:
-                self._decode_fields = self._read_decode_fields()
+                self._decode_fields = self._handover.make_decode_fields(bytes(self._content))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail("bad_answer", f"kv_transfer_params: {error}")
                 return
