@@ -43,7 +43,7 @@ from engine.execution import runner as runner_module
 from engine.execution.decode_graphs import CudaCapture
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams
-from kernels.transfer import start_copy_to_host
+from kernels.host_copies import start_copy_to_host
 
 CASES = ("256x1024", "256x8192", "256x32768", "64x4096", "64x4096p", "256x1024p")
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -148,7 +148,7 @@ class ImaginaryDevice:
         self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
 
     def to_host(self, tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
-        """As that of `kernels.transfer`: what waits until the device has done all that it was given until now.
+        """As that of `kernels.host_copies`: what waits until the device has done all that it was given until now.
 
         As CUDA waits for an event unless it is told otherwise: it asks again and again.
         """

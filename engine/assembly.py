@@ -18,8 +18,8 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
-from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
-from engine.messages import CoreInfo
+from engine.core_messages import CoreInfo
+from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
 from engine.model_files import ModelFiles, read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.transfer.service import KVTransfers
@@ -55,7 +55,7 @@ class AssembledEngine:
 def locate_model_files(config: EngineConfig) -> ModelFiles:
     """Return where the model is, or the tokenizer of a simulation. Raises ConfigError."""
     if config.simulate is None:
-        from engine.loading import resolve_model
+        from engine.executor import resolve_model
 
         return resolve_model(config.model)
     from engine.simulation.executor import locate_tokenizer
@@ -118,7 +118,7 @@ def _check_model_config(folder: Path) -> None:
 def _load_executor(config: EngineConfig, folder: Path) -> Executor:
     """Load the model of a folder, or make a simulation. Torch is imported only for the former."""
     if config.simulate is None:
-        from engine.loading import load_executor
+        from engine.executor import load_executor
 
         return load_executor(config, folder)
     from engine.simulation.executor import load_executor as load_simulation

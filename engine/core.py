@@ -22,7 +22,7 @@ import msgspec
 from engine.active_requests import SchedulerTotals
 from engine.cache.host_tier import HostUsage
 from engine.cache.spec import CacheSpec
-from engine.grammars import GrammarCompiler
+from engine.grammar_compiler import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.transfer.block_exchange import BlockMemory
 from engine.transfer.interface import Transfers

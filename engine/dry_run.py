@@ -6,7 +6,7 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.config import EngineConfig
 from engine.execution.device_pool import compute_unit_stride
 from engine.execution.sizing import count_units, resolve_device
-from engine.loading import resolve_model
+from engine.executor import resolve_model
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import resolve_dtype
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.host_copies import copy_to_device
 from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div
-from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttendPrompts, AttentionPlan
 

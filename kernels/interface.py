@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.transfer import upload
+from kernels.host_copies import upload
 
 IntArray = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.eviction_order import LruOrder
+from engine.cache.lru_eviction import LruOrder
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree, list_subtree
 from engine.cache.spec import FULL_KIND, CacheSpec

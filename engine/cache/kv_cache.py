@@ -20,9 +20,9 @@ from collections.abc import Sequence as Items
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import compute_keys, count_common_blocks
 from engine.cache.blocks import Block, Node
-from engine.cache.eviction_order import LruEviction
 from engine.cache.host_tier import HostHit, HostLoad, HostTier
-from engine.cache.learned_order import LearnedEviction
+from engine.cache.learned_eviction import LearnedEviction
+from engine.cache.lru_eviction import LruEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import SequenceBlocks

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.cache.blocks import Block, StateBlock, Unit
-from engine.cache.eviction_order import LruOrder
+from engine.cache.lru_eviction import LruOrder
 from engine.cache.spec import ceil_div
 from engine.types import BlockCopy
 

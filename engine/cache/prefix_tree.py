@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from engine.cache.blocks import Block, Node
 from engine.cache.event_log import EventLog
-from engine.cache.eviction_order import LruEviction
+from engine.cache.lru_eviction import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import BlockKey
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.types import BlockId, Chunk, Sequence
+from kernels.host_copies import upload
 from kernels.interface import BlockTable, IntArray, PagedKV
-from kernels.transfer import upload
 
 
 class RowAllocator:

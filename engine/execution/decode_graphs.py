@@ -22,8 +22,8 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext, LayerState
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, RaggedBatch
+from kernels.host_copies import overwrite
 from kernels.interface import BlockTable, IntArray
-from kernels.transfer import overwrite
 
 if TYPE_CHECKING:
     from kernels.triton.backend import TritonKernels

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import ceil_div
-from engine.grammars import GrammarCompiler, describe_failure, summarize_error
+from engine.grammar_compiler import GrammarCompiler, describe_failure, summarize_error
 from engine.types import Constraint, Sequence
-from kernels.transfer import copy_to_device
+from kernels.host_copies import copy_to_device
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
+from kernels.host_copies import copy_to_device, overwrite
 from kernels.interface import IntArray
-from kernels.transfer import copy_to_device, overwrite
 
 INITIAL_ROW_TOKENS = 256
 """Distinct tokens that a row has room for at first. The room grows by a quarter or more when more are needed."""

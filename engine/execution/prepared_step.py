@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.execution.sampler import SamplingBatch, SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
+from kernels.host_copies import copy_to_device
 from kernels.interface import BlockTable, IntArray
-from kernels.transfer import copy_to_device
 
 
 @dataclass(slots=True)

@@ -33,12 +33,12 @@ from engine.execution.prepared_step import (
 )
 from engine.execution.sampler import Sampler
 from engine.execution.step_outputs import build_result
-from engine.grammars import GrammarCompiler
+from engine.grammar_compiler import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
 from kernels import Kernels, RaggedBatch, select_kernels
-from kernels.transfer import copy_to_device, start_copy_to_host
+from kernels.host_copies import copy_to_device, start_copy_to_host
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Most bytes of fp32 logits of prompt positions that are held at one time."""

@@ -29,10 +29,10 @@ from engine.execution.masks import MaskRequest, Masks, TokenMasks
 from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
+from kernels.host_copies import copy_to_device
 from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings
-from kernels.transfer import copy_to_device
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MIX_ROUNDS = (

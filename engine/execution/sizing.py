@@ -16,7 +16,7 @@ from engine.execution.decode_graphs import CudaCapture
 from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
 from engine.execution.profiling import make_largest_step, measure_peak_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
-from engine.grammars import GrammarCompiler
+from engine.grammar_compiler import GrammarCompiler
 from engine.models import CausalLM
 from engine.types import StepResult
 from kernels import select_kernels

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from engine.grammars import GrammarVocabulary
+from engine.grammar_compiler import GrammarVocabulary
 from engine.protocol.params import ModelLimits
 from engine.structured_output.constraint import EncodedConstraint
 from engine.structured_output.constraint_check import check_constraint

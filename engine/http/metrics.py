@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from engine.core import EngineStats, SimulationLag
-from engine.messages import CoreInfo
+from engine.core_messages import CoreInfo
 from engine.process.client import EngineClient
 from engine.transfer.settings import TransferStats
 from events.publisher import PublisherStats

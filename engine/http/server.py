@@ -26,10 +26,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_log import AccessLogger
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
+from engine.core_messages import CoreInfo
 from engine.http import routes, weights
 from engine.http.generate import create_response, generate
 from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, STATE, ServerState, make_unavailable_error
-from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
 from engine.protocol.tokenize import read_detokenize, read_tokenize

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from engine.config import ServerConfig
+from engine.core_messages import CoreInfo
 from engine.http.api_keys import ApiKeys
 from engine.http.body_workers import BodyReader
 from engine.http.metrics import ServerMetrics
 from engine.http.response_store import ResponseStore
-from engine.messages import CoreInfo
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.formats import resolve_formats
 from engine.process.client import EngineClient, EngineDeadError, OutputStream

@@ -1,6 +1,6 @@
 """The process of a follower (ranks 1 and up), which computes the leader's plans on its part of the model.
 
-It ends when its socket closes. The other end of the socket is `engine.parallel.ranks.Leader`.
+It ends when its socket closes. The other end of the socket is `engine.parallel.leader.Leader`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from engine.execution.sizing import (
 from engine.models import Shard
 from engine.models.loader import load_model
 from engine.parallel.collectives import all_reduce_min, all_reduce_sum, gather_columns, join_process_group
+from engine.parallel.leader import LOOPBACK
 from engine.parallel.messages import (
     BlockParts,
     CopyBlocks,
@@ -46,7 +47,6 @@ from engine.parallel.messages import (
     StartRunner,
     WriteBlocks,
 )
-from engine.parallel.ranks import LOOPBACK
 from options.system import exit_when_closed
 
 log = logging.getLogger("engine.follower")

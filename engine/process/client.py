@@ -17,7 +17,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core import EngineStats, SimulationLag
-from engine.messages import (
+from engine.core_messages import (
     AbortRequests,
     AddRequests,
     CallCore,

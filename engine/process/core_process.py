@@ -5,7 +5,7 @@ waits to write: bytes that do not fit are sent later, and are bounded by the tok
 socket closes, for whatever reason, the process ends within seconds, so that no process is left over.
 
 Knows nothing of HTTP, text or clients. The other end is `engine.process.client`; the messages are in
-`engine.messages`.
+`engine.core_messages`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 from engine.assembly import AssembledEngine, assemble
 from engine.config import EngineConfig
-from engine.messages import (
+from engine.core_messages import (
     AbortRequests,
     AddRequests,
     CallCore,

@@ -17,7 +17,7 @@ from engine.output.formats import REASONING_FORMATS, ReasoningState, initial_rea
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt, is_echo_only_request
-from engine.protocol.support import check_supported, refuse_media
+from engine.protocol.unsupported_params import check_supported, refuse_media
 from engine.structured_output.constraint import (
     EncodedConstraint,
     is_call_required,

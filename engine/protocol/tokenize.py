@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from engine.protocol.params import ModelLimits
-from engine.protocol.support import check_supported
+from engine.protocol.unsupported_params import check_supported
 from prompts import Tokenizer, bad_value, field_error
 from prompts.schemas import TokenIdField, decode_json, parse_chat
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.grammars import GrammarCompiler, GrammarError, summarize_error
+from engine.grammar_compiler import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Sequence
 from options.bounded_dict import BoundedDict
 from prompts import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner, SimulationLag
-from engine.grammars import GrammarCompiler, find_unsupported_reason
+from engine.grammar_compiler import GrammarCompiler, find_unsupported_reason
 from engine.model_files import ModelFiles, locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner

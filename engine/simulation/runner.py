@@ -14,7 +14,7 @@ from functools import partial
 from zlib import crc32
 
 from engine.core import SimulationLag
-from engine.grammars import describe_failure
+from engine.grammar_compiler import describe_failure
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
 from engine.types import Sequence as EngineSequence

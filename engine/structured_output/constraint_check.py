@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
+from engine.grammar_compiler import GrammarError, GrammarVocabulary, check_grammar
 from engine.output.schema_types import get_definitions
 from engine.structured_output.constraint import EncodedConstraint, Format, RequestedConstraint
 from engine.structured_output.lark import write_lark

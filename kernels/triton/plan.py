@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.host_copies import ALIGNED_INTS, overwrite, upload
 from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div, count_context_blocks
-from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU. It is chosen when triton is imported."""

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import GrammarVocabulary, _draw_allowed_token
+from engine.grammar_compiler import GrammarVocabulary, _draw_allowed_token
 from engine.output.formats import CALL_FORMATS
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types

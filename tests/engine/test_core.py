@@ -7,7 +7,7 @@ from fake_device import EOS, Bench, EventChecker, continuation
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
-from engine.grammars import GrammarCompiler, GrammarVocabulary
+from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.types import Constraint, FinishReason, RunnerLostError, StepPlan
 from events import AllBlocksCleared, BlockRemoved, BlockStored

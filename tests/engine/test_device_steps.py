@@ -27,7 +27,7 @@ from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
-from kernels.transfer import copy_to_device, upload
+from kernels.host_copies import copy_to_device, upload
 from kernels.triton.backend import TritonKernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":

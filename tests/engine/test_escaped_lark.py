@@ -10,7 +10,7 @@ import pytest
 from call_formats import EXAMPLES
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.grammars import GrammarVocabulary, read_added_tokens
+from engine.grammar_compiler import GrammarVocabulary, read_added_tokens
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint, read_response
 from engine.structured_output.constraint_check import check_constraint

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from engine.core_messages import StepOutputs
 from engine.http.generate import POSITIONS_PER_PAUSE, ChoiceUpdater, format_logprobs
 from engine.http.metrics import ServerMetrics
-from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import TOKENS_PER_PAUSE, EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare

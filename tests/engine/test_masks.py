@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from engine import LLM, SamplingParams, StructuredOutputsParams
 from engine.execution.masks import Masks, TokenMasks
 from engine.execution.sampler import Sampler
-from engine.grammars import GrammarCompiler, GrammarError, GrammarVocabulary, check_grammar
+from engine.grammar_compiler import GrammarCompiler, GrammarError, GrammarVocabulary, check_grammar
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, Request, Sequence
 from prompts import Tokenizer
@@ -416,7 +416,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.grammars.GRAMMARS_MAX", 2)
+    monkeypatch.setattr("engine.grammar_compiler.GRAMMARS_MAX", 2)
     compiled_larks: list[str] = []
 
     class Counting(GrammarVocabulary):
@@ -448,7 +448,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.Monk
     ],
 )  # fmt: skip
 def test_what_no_answer_can_be_asked_to_match(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.grammars.WALK_S_MAX", 60.0)  # a busy machine must not change the reason
+    monkeypatch.setattr("engine.grammar_compiler.WALK_S_MAX", 60.0)  # a busy machine must not change the reason
     with pytest.raises(GrammarError, match=says):
         check_grammar(WORDS, text)
 

@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.execution.device_pool import DevicePool
 from engine.execution.prepared_step import PreparedStep
 from engine.execution.runner import ModelRunner, RunnerConfig
-from engine.grammars import GrammarCompiler, GrammarVocabulary
+from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary
 from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import PRESETS, cached_model

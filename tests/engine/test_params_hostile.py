@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
+from engine.core_messages import AddRequests, Command
 from engine.execution.sampler import Sampler
-from engine.messages import AddRequests, Command
 from engine.protocol.generation import make_sample_requests
 from engine.protocol.params import ModelLimits, check_params, make_sampling_params
 from engine.types import Request, Sequence

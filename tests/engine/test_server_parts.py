@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.cli import parse_config, repeat_name_flag, serve_command
 from engine.config import EngineConfig, is_loopback, make_default_kv_events
+from engine.core_messages import FrameReader, encode_frame
 from engine.http import server
 from engine.http.metrics import Histogram
 from engine.http.server import RequestLog
-from engine.messages import FrameReader, encode_frame
 from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import merge_outputs

@@ -324,7 +324,7 @@ def test_a_missing_tokenizer_is_said_before_weights_are_loaded(tmp_path: Path, m
     def load(*_: Any) -> None:
         raise AssertionError("loading a large model takes minutes")
 
-    monkeypatch.setattr("engine.loading.load_executor", load)
+    monkeypatch.setattr("engine.executor.load_executor", load)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         assemble(EngineConfig(model=str(tmp_path)))

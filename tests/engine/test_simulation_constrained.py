@@ -13,7 +13,7 @@ from msgspec import structs
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import GrammarCompiler, GrammarVocabulary, read_added_tokens
+from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary, read_added_tokens
 from engine.output.formats import CALL_FORMATS
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types

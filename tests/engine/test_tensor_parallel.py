@@ -31,9 +31,8 @@ from engine.execution.sizing import RankModel, make_runner, resolve_rank_model, 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
 from engine.models.shard import DimShard
-from engine.parallel import ranks
+from engine.parallel.leader import Leader, _FollowerHandle
 from engine.parallel.messages import PlanDecoder, PlanEncoder, PlanMessage
-from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import (
@@ -391,8 +390,8 @@ def test_a_rank_that_ends_within_a_reply_is_lost(monkeypatch: pytest.MonkeyPatch
     """A reply with blocks has megabytes, so that a killed rank leaves the beginning of one."""
     own_socket, child_socket = socket.socketpair()
     process = subprocess.Popen([sys.executable, "-c", ""])
-    monkeypatch.setattr(ranks, "start_child", lambda *_: (process, own_socket))
-    follower = ranks._FollowerHandle(1, 2, 0)
+    monkeypatch.setattr("engine.parallel.leader.start_child", lambda *_: (process, own_socket))
+    follower = _FollowerHandle(1, 2, 0)
     child_socket.sendall(struct.pack("!i", 1 << 20) + b"begun")
     child_socket.close()
     with pytest.raises(RunnerLostError, match="tensor-parallel rank 1"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transfer_peers import RECIPES, Engine, prompt
 
-from engine.messages import CallCore
+from engine.core_messages import CallCore
 from engine.process.core_process import CoreLoop
 
 POINTS_OF_STORE: dict[str, Callable[[Engine], tuple[Any, str]]] = {

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from kernels import transfer
+from kernels import host_copies
 
 META = torch.device("meta")
 # Copies to it want a GPU's pinned memory.
-transfer.copy_to_device = lambda array, device: torch.from_numpy(array).to(META)
-transfer.overwrite = lambda there, array: None
-transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
+host_copies.copy_to_device = lambda array, device: torch.from_numpy(array).to(META)
+host_copies.overwrite = lambda there, array: None
+host_copies.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
 from engine.execution import runner as step_runner  # noqa: E402
 from engine.execution.device_pool import DevicePool  # noqa: E402

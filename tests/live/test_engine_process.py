@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.messages import encode_frame
+from engine.core_messages import encode_frame
 from engine.tiny.tokenizer import write_tokenizer
 from options.system import start_child
 

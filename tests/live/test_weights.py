@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from programs import Program, call, wait_until
 
-from engine.loading import resolve_model
+from engine.executor import resolve_model
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 PROMPT = "What was computed once is not computed again, unless it was computed by others. " * 8

@@ -10,7 +10,7 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.support import check_supported
+from engine.protocol.unsupported_params import check_supported
 from prompts import RequestError, parse_chat, parse_completion, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest
 

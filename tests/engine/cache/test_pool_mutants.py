@@ -18,7 +18,7 @@ from engine.cache.blocks import Node
 from engine.cache.event_log import Action, EventLog
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
-from engine.cache.learned_order import LearnedEviction
+from engine.cache.learned_eviction import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import ClearedBlocks, PrefixTree
 from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks

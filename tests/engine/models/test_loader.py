@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM
-from engine.messages import CallCore
+from engine.core_messages import CallCore
 from engine.models import BUILDER_BY_ARCHITECTURE, ModelError
 from engine.models.loader import load_model, reload_weights
 from engine.models.weights import Weight

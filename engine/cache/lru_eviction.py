@@ -1,7 +1,7 @@
 """The order in which a pool evicts its cached blocks: by age, where a block that is worth more stays for longer.
 
 A pool has one order. It reports every block that becomes cached or is used again, and asks which block to evict next.
-`engine.cache.learned_order` extends the order by what it learns.
+`engine.cache.learned_eviction` extends the order by what it learns.
 """
 
 from __future__ import annotations

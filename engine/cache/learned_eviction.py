@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 from engine.cache.block_hasher import compute_keys
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.eviction_order import LruEviction, LruOrder
 from engine.cache.eviction_queue import EvictionQueue
+from engine.cache.lru_eviction import LruEviction, LruOrder
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence

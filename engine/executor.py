@@ -22,7 +22,7 @@ from engine.execution.sizing import (
     select_rank_device,
     size_cache,
 )
-from engine.grammars import GrammarCompiler
+from engine.grammar_compiler import GrammarCompiler
 from engine.model_files import ModelFiles, locate_model
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
@@ -31,7 +31,7 @@ from kernels.cpu.packed import has_bf16_instructions
 
 if TYPE_CHECKING:
     from engine.execution.runner import ModelRunner
-    from engine.parallel.ranks import Leader
+    from engine.parallel.leader import Leader
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
     """
     if config.tensor_parallel_size == 1:
         return _load_first_rank(config, folder, None)
-    from engine.parallel.ranks import Leader  # imports torch.distributed
+    from engine.parallel.leader import Leader  # imports torch.distributed
 
     # Raise the errors of a wrong configuration before any process is started.
     select_rank_device(config, 0)
@@ -155,7 +155,7 @@ class LoadedModel:
         copier = self._get_runner().pool.block_copier
         if self._leader is None:
             return copier
-        from engine.parallel.ranks import RankedBlockMemory
+        from engine.parallel.leader import RankedBlockMemory
 
         return RankedBlockMemory(self._leader, copier)
 
