@@ -124,26 +124,26 @@ class Exchange:
         if handover is None:
             self.on_prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
             return
-        prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, self._decision, handover)
+        prefill = self._prefill = PrefillLeg(self, self._proxy, self._decision, handover)
         prefill.start()
-        if prefill.is_concurrent and self._prefill is prefill:
+        if handover.is_concurrent and self._prefill is prefill:
             self._start_attempt()
 
     def on_prefill_computed(self) -> None:
         """Record that another worker has computed the prompt, so that the chosen worker can fetch its KV and answer."""
         prefill = self._prefill
         assert prefill is not None
+        is_concurrent = prefill.handover.is_concurrent
         instructions = self._proxy.core.record_prefill_end(
             self.context.request_id,
             self._proxy.now(),
-            is_kv_transferred=prefill.is_concurrent,
+            is_kv_transferred=is_concurrent,
             cached_tokens=prefill.times.cached_tokens,
         )
         self._proxy.perform(instructions)
-        if not prefill.is_concurrent:
+        if not is_concurrent:
             self._start_attempt()  # otherwise the chosen worker has the request already
         elif prefill.needs_partner and prefill.is_decode_sent:  # SGLang: the KV has moved, so nothing is left to do
-            prefill.close()
             self._prefill = None
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
@@ -153,24 +153,27 @@ class Exchange:
         the chosen worker has begun its answer, because then it has the KV cache of the prompt. `may_be_crash`: whether
         the request may have crashed the worker that failed.
         """
-        prefill = self._prefill
         if self._has_answer_begun:
             self._prefill = None
             return
-        self._drop_prefill(outcome, reason, may_be_crash=may_be_crash)
-        if self.context.is_done:
+        if self._compute_without_kv(outcome, reason, may_be_crash=may_be_crash) or self.context.is_done:
             return
-        can_compute_alone = prefill is None or not prefill.needs_partner
-        if can_compute_alone:
-            self._start_attempt()
-        elif self._response_head is None:
+        if self._response_head is None:
             self._handle_failed_attempt(FailureKind.SOURCE, reason)
         elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
             self._abort_response(reason, FailureKind.SOURCE)
 
-    def _drop_prefill(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Forget the prefill, and report that its KV does not come."""
-        prefill, self._prefill = self._prefill, None
+    def _compute_without_kv(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> bool:
+        """Have the chosen worker compute the prompt, as no KV comes; return False if the worker cannot do that."""
+        can_compute_alone = self._prefill is None or not self._prefill.needs_partner
+        self._drop_transfer(outcome, reason, may_be_crash=may_be_crash)
+        if can_compute_alone and not self.context.is_done:
+            self._start_attempt()
+        return can_compute_alone
+
+    def _drop_transfer(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Forget the prefill or the pull, and report that its KV does not come."""
+        prefill, self._prefill, self._pull = self._prefill, None, None
         if prefill is not None:
             prefill.close()
         if self.context.prefill is not None:
@@ -278,7 +281,7 @@ class Exchange:
             return None
         kv_fields = self._prefill.take_decode_fields(self._proxy.now())
         if kv_fields is None:
-            self._drop_prefill("late", "the KV is not kept for so long")
+            self._drop_transfer("late", "the KV is not kept for so long")
         return kv_fields
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
@@ -350,17 +353,12 @@ class Exchange:
         if head.status == 404 and self._may_be_found_elsewhere:
             failure_kind = FailureKind.NOT_SERVED
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
-            can_compute_alone = not self._prefill.needs_partner
-            self._drop_prefill("error", "the decode failed")
-            if can_compute_alone:
-                self._start_attempt()
+            if self._compute_without_kv("error", "the decode failed"):
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
-        if head.status == 403 and self._pull is not None:
-            self._pull = None
-            self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
-            self._start_attempt()
-            return True
+        if self._pull is not None and head.status == 403:
+            reason = "the worker refuses the source, so it may have another fleet's key"
+            return self._compute_without_kv("error", reason)
         return failure_kind is not None and self._try_other_worker(failure_kind, head)
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
@@ -650,17 +648,15 @@ class Exchange:
     def close(self) -> None:
         """Close the connections to workers that handle the request, which makes these workers stop."""
         prefill, self._prefill = self._prefill, None
-        context = self.context
-        context.progress.sent_at_s = None
-        is_unanswered = context.is_done and self._response_head is None
-        if is_unanswered and self._connection is not None and prefill is not None and prefill.is_being_fetched:
+        self.context.progress.sent_at_s = None
+        is_unanswered = self.context.is_done and self._response_head is None
+        is_kv_fetched = prefill is not None and prefill.is_computed and prefill.is_decode_sent
+        if is_unanswered and is_kv_fetched and self._connection is not None:
             self._connection.close_after_answer()  # if the fetch were cut off, the other worker would not free all KV
             self._connection = None
         self._close_connection()
         if prefill is not None:
             prefill.close()
-            if prefill.holds_kv and context.decision is not None:
-                prefill.give_kv_back(context.decision)
 
     def _close_connection(self) -> None:
         """Close the connection to the chosen worker. It refers to this exchange: a cycle would keep the prompt."""

@@ -7,14 +7,14 @@ waits for the prefill's answer, is in router/edge/transfers/dialects.py.
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
-from router.edge.request_context import PrefillTimes, RequestContext
+from router.edge.request_context import PrefillTimes
 from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.rewrite import Body, add_fields
 from router.edge.transfers.dialects import Fields, Handover
@@ -23,6 +23,9 @@ from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
+
+if TYPE_CHECKING:
+    from router.edge.exchange import Exchange
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 """Longest answer of a prefill that is read; it has the ids of the prompt's blocks."""
@@ -43,43 +46,29 @@ _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
 """Start of a list of texts, or of lists of token ids."""
 
 
-class PrefillOwner(Protocol):
-    """Callbacks of the object that waits for a prefill."""
-
-    def on_prefill_computed(self) -> None:
-        """Have the other worker decode."""
-
-    def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Have the other worker compute the prompt. `may_be_crash`: the request may have crashed the first one."""
-
-    def crash(self, error: Exception) -> None:
-        """End the request, because code that handles it raised `error`."""
-
-
 class PrefillLeg:
     """One request to a worker (the source) that computes a prompt, so that another worker can fetch its KV and decode.
 
-    Unless it is closed before, it calls `on_prefill_computed` or `on_prefill_failed` of its owner, or both: the worker
-    may go down after the prefill, before its KV was fetched.
+    Unless it is closed before, it calls `on_prefill_computed` or `on_prefill_failed` of its exchange, or both: the
+    worker may go down after the prefill, before its KV was fetched.
     """
 
-    def __init__(
-        self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
-    ) -> None:
+    def __init__(self, exchange: Exchange, proxy: Proxy, decision: Decision, handover: Handover) -> None:
         """Prepare the prefill, which `start` begins: a worker computes the prompt, so that another worker decodes.
 
         `decision` names both workers, and `handover` describes the transfer of the KV cache between them.
         """
         assert decision.transfer is not None
-        self._owner = owner
+        self._exchange = exchange
         self._proxy = proxy
-        self._context = context
+        self._context = exchange.context
+        self._decision = decision
         self._transfer = decision.transfer
-        self._handover = handover
+        self.handover = handover
+        self.needs_partner = handover.source.needs_partner
+        """Whether the decoding worker cannot compute the prompt itself, so that a failed prefill fails the request."""
 
         # The request to the prefill's worker, and its answer.
-        self._path: bytes | None = None
-        """Path of the requests to both workers; None: the client's path."""
         self._body: Body = ()
         self._content = bytearray()
         """Body of the answer."""
@@ -91,49 +80,37 @@ class PrefillLeg:
         # The request to the decode's worker, which fetches the KV.
         self._decode_fields: Fields | None = None
         """Fields in its body by which the worker fetches the KV; None until they are known."""
-        self._decode_body: Body = ()
-        """Its body without these fields."""
         self.is_decode_sent = False
 
-        self.times = PrefillTimes(self._transfer.source, proxy.now())
-        context.prefill = self.times
+        self.times = self._context.prefill = PrefillTimes(self._transfer.source, proxy.now())
         seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
         self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
         """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether the decode is sent at the same time."""
-        return self._handover.is_concurrent
-
-    @property
-    def needs_partner(self) -> bool:
-        """Whether the decoding worker cannot compute the prompt itself, so that a failed prefill fails the request."""
-        return self._handover.source.needs_partner
+        # The request as the client sent it; or the one for the rest of the answer, if another worker began the answer.
+        request, continuation = self._context.request, self._context.continuation
+        self._original_body: Body = request.pieces
+        self._path: bytes | None = None
+        """Path of the requests to both workers; None: the client's path."""
+        if continuation is not None and continuation.continuation_body is not None:
+            self._original_body, self._path = (continuation.continuation_body,), continuation.path
 
     def start(self) -> None:
-        """Have the prefill's worker compute the prompt: send it the client's request, usually limited to one token.
+        """Have the prefill's worker compute the prompt: send it the request, usually limited to one token.
 
-        Fields that are added tell the worker where its KV goes. If another worker began the answer, the request is the
-        one that asks for the rest of the answer.
+        Fields that are added tell the worker where its KV goes.
         """
-        request, continuation = self._context.request, self._context.continuation
-        body = request.pieces
-        if continuation is not None and continuation.continuation_body is not None:
-            body = (continuation.continuation_body,)
-            self._path = continuation.path
-        self._decode_body = body
-        kv_fields = self._handover.make_prefill_fields()
+        kv_fields = self.handover.make_prefill_fields()
         try:
-            if self._handover.shortens_prefill:
-                self._body = make_prefill_body(request.path, body, kv_fields)
+            if self.handover.shortens_prefill:
+                self._body = make_prefill_body(self._context.request.path, self._original_body, kv_fields)
             else:
-                self._body = add_fields(body, kv_fields)
+                self._body = add_fields(self._original_body, kv_fields)
         except RequestError as error:
             self._fail("refused", str(error))
             return
-        if self.is_concurrent:
-            self._decode_fields = self._handover.make_decode_fields(b"")
+        if self.handover.is_concurrent:
+            self._decode_fields = self.handover.make_decode_fields(b"")
         self._start_attempt()
 
     def _start_attempt(self, *, is_resend: bool = False) -> None:
@@ -149,32 +126,12 @@ class PrefillLeg:
         """Whether the prefill has ended well."""
         return self.times.ended_at_s is not None
 
-    @property
-    def holds_kv(self) -> bool:
-        """Whether the source still keeps the KV, because no decode was sent that fetches and so frees it."""
-        return self.is_computed and not self.is_decode_sent
-
-    @property
-    def is_being_fetched(self) -> bool:
-        """Whether the decode's worker may be fetching the KV now."""
-        return self.is_computed and self.is_decode_sent
-
     def take_decode_fields(self, now: float) -> Fields | None:
         """Return the fields for the decode; None if the KV may be gone."""
         if self.is_computed and now > self._deadline_s:
             return None
         self.is_decode_sent = True
         return self._decode_fields
-
-    def give_kv_back(self, decision: Decision) -> None:
-        """Have the worker free KV that no client waits for: the worker of the decode fetches it for one token."""
-        proxy, worker = self._proxy, decision.worker
-        endpoint, fields = proxy.workers.get_endpoint(worker), self.take_decode_fields(proxy.now())
-        if endpoint is None or fields is None:
-            return  # the KV is freed when its lease ends
-        body = make_prefill_body(self._context.request.path, self._decode_body, fields)
-        head = proxy.build_head(self._context, endpoint, worker, decision.rank, body, self._path)
-        proxy.pool.send_unanswered(endpoint, head, body)
 
     def expire(self, now: float) -> None:
         """Give up a prefill that takes too long, and KV of a worker that went down. Not once the decode answers."""
@@ -188,15 +145,27 @@ class PrefillLeg:
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
-        """Close the connection, which tells the worker to stop computing."""
+        """End the prefill: close the connection, so that the worker stops computing, and free KV that nobody fetches.
+
+        For the latter, the worker of the decode fetches the KV for one token.
+        """
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+        if not self.is_computed or self.is_decode_sent:
+            return
+        proxy, decision = self._proxy, self._decision
+        endpoint, fields = proxy.workers.get_endpoint(decision.worker), self.take_decode_fields(proxy.now())
+        if endpoint is None or fields is None:
+            return  # the KV is freed when its lease ends
+        body = make_prefill_body(self._context.request.path, self._original_body, fields)
+        head = proxy.build_head(self._context, endpoint, decision.worker, decision.rank, body, self._path)
+        proxy.pool.send_unanswered(endpoint, head, body)
 
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         self.close()
         reason = f"prefill at {self._transfer.source}: {reason}"
-        self._owner.on_prefill_failed(outcome, reason, may_be_crash=may_be_crash)
+        self._exchange.on_prefill_failed(outcome, reason, may_be_crash=may_be_crash)
 
     # From the attempt ---------------------------------------------------------------------------------------------
 
@@ -215,9 +184,9 @@ class PrefillLeg:
         self.on_attempt_body(head, data)
 
     def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
-        """Read bytes of an answer, and tell the owner when it is complete."""
+        """Read bytes of an answer, and tell the exchange when it is complete."""
         content, surplus = head.body.feed(data)
-        if not self.is_concurrent:
+        if not self.handover.is_concurrent:
             self._content += content
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
@@ -232,9 +201,9 @@ class PrefillLeg:
         if head.status != 200:
             self._handle_error_status(head)
             return
-        if not self.is_concurrent:  # the answer says where the KV is
+        if not self.handover.is_concurrent:  # the answer says where the KV is
             try:
-                self._decode_fields = self._handover.make_decode_fields(bytes(self._content))
+                self._decode_fields = self.handover.make_decode_fields(bytes(self._content))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail("bad_answer", f"kv_transfer_params: {error}")
                 return
@@ -246,7 +215,7 @@ class PrefillLeg:
         self._deadline_s = now + LEASE_S
         duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
         duration_histogram.observe(now - self.times.started_at_s)
-        self._owner.on_prefill_computed()
+        self._exchange.on_prefill_computed()
 
     def _handle_error_status(self, head: ResponseHead) -> None:
         """Fail the prefill; only wait if the other worker has the request too, and will refuse it as well."""
@@ -283,7 +252,7 @@ class PrefillLeg:
         self._fail("bad_answer", str(error))
 
     def crash(self, error: Exception) -> None:
-        self._owner.crash(error)
+        self._exchange.crash(error)
 
 
 def _has_several_answers(body: bytes, spans: FieldSpans) -> bool:
