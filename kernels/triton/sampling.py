@@ -47,33 +47,9 @@ def decode_order(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def choose_pivots(low, high):
-    """Return three keys that cut [low, high) in four; low and high are int64."""
-    step = tl.maximum((high - low) // 4, 1)
-    first = tl.minimum(low + step, high - 1)
-    second = tl.minimum(first + step, high - 1)
-    return first, second, tl.minimum(second + step, high - 1)
-
-
-@triton.jit
 def select_part(part, value_0, value_1, value_2, value_3):
     """Return the value of one of four parts; `part` is 0, 1, 2 or 3."""
     return tl.where(part == 3, value_3, tl.where(part == 2, value_2, tl.where(part == 1, value_1, value_0)))
-
-
-@triton.jit
-def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
-    """Choose the part of [low, high) in which a search for a logit's key goes on. Three pivots cut it in four parts.
-
-    `at_low`, `at_first` and so on: number (or weight) of the tokens with a key of at least `low`, `first` and so on.
-    The searched key is the largest at which it is at least `target`. Returns (low, high, at_low, at_high) of the part.
-    """
-    part = (at_first >= target).to(tl.int32) + (at_second >= target).to(tl.int32) + (at_third >= target).to(tl.int32)
-    new_low = select_part(part, low, first, second, third)
-    new_high = select_part(part, first, second, third, high)
-    new_at_low = select_part(part, at_low, at_first, at_second, at_third)
-    new_at_high = select_part(part, at_first, at_second, at_third, at_high)
-    return new_low, new_high, new_at_low, new_at_high
 
 
 @triton.jit
@@ -88,67 +64,51 @@ def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the edge of top_k: the key of the `target_count`-th largest logit of a row, without sorting.
+def find_edge(
+    row_ptr, vocab, floor, peak, scale, target, low, high, at_low,
+    COUNTS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Find the edge of top_k or top_p in a row of logits, without sorting: the key of the last token that is kept.
 
-    A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Returns (edge, quota): top_k
-    keeps the tokens above the edge, and the first `quota` tokens on it; KEEP_ALL: all of them. Each pass over the row
-    counts the tokens from three pivots on, which leaves a quarter of the interval [low, high) of keys.
+    A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). The edge is the largest key
+    in [low, high) from which on the tokens amount to at least `target`. With COUNTS, their number is the amount, for
+    top_k; else it is their weight, for top_p. A token weighs 2 ** ((logit - peak) * scale), and logits below `floor`
+    count as -inf. Each pass over the row sums the amounts from three pivots on, which leaves a quarter of the interval.
 
-    At first, `at_low` tokens have a key of at least `low`, not fewer than `target_count`, and no token one of `high` or
-    more. low and high are int64. Logits below `floor` count as -inf.
+    The tokens from `low` on amount to `at_low`, at least `target`, and no token has a key of `high` or more. low and
+    high are int64. Returns (edge, amount from the edge on, amount above the edge). A search that counts ends early at
+    a key from which on there are exactly `target` tokens; the amount above it then has no meaning.
     """
     lane = tl.arange(0, BLOCK)
-    at_high = tl.full((), 0, tl.int32)
-    while (high - low > 1) & (at_low != target_count):
-        pivot_1, pivot_2, pivot_3 = choose_pivots(low, high)
+    lane_type: tl.constexpr = tl.int32 if COUNTS else tl.float32
+    sum_type: tl.constexpr = tl.int32 if COUNTS else tl.float64
+    at_high = at_low * 0
+    amount_that_ends = target if COUNTS else -1
+    while (high - low > 1) & (at_low != amount_that_ends):
+        step = tl.maximum((high - low) // 4, 1)
+        pivot_1 = tl.minimum(low + step, high - 1)
+        pivot_2 = tl.minimum(pivot_1 + step, high - 1)
+        pivot_3 = tl.minimum(pivot_2 + step, high - 1)
         key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
-        count_1 = tl.zeros((BLOCK,), tl.int32)
-        count_2 = tl.zeros((BLOCK,), tl.int32)
-        count_3 = tl.zeros((BLOCK,), tl.int32)
-        for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
-            keys = encode_order(load_logits(row_ptr, tile_start + lane, vocab, floor), SHIFT)
-            count_1 += (keys >= key_1).to(tl.int32)
-            count_2 += (keys >= key_2).to(tl.int32)
-            count_3 += (keys >= key_3).to(tl.int32)
-        low, high, at_low, at_high = narrow_bounds(
-            low, high, pivot_1, pivot_2, pivot_3, tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0), at_low,
-            at_high, target_count,
-        )  # fmt: skip
-    return low, tl.where(at_low == target_count, KEEP_ALL, target_count - at_high)
-
-
-@triton.jit
-def find_mass_edge(
-    row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Find the edge of top_p: the largest key from which on the tokens weigh at least `target_mass` together.
-
-    A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Returns (edge, weight of the
-    tokens above it), with `low` <= edge < `high`. A token weighs 2 ** ((logit - peak) * scale); logits below `floor`
-    do not count. Each pass over the row sums the weights from three pivots on, which leaves a quarter of the interval.
-    """
-    lane = tl.arange(0, BLOCK)
-    mass_at_low = target_mass
-    mass_at_high = target_mass * 0.0  # zero of the same type: no token is at `high` or above
-    while high - low > 1:
-        pivot_1, pivot_2, pivot_3 = choose_pivots(low, high)
-        key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
-        mass_1 = tl.zeros((BLOCK,), tl.float32)
-        mass_2 = tl.zeros((BLOCK,), tl.float32)
-        mass_3 = tl.zeros((BLOCK,), tl.float32)
+        sums_1 = tl.zeros((BLOCK,), lane_type)
+        sums_2 = tl.zeros((BLOCK,), lane_type)
+        sums_3 = tl.zeros((BLOCK,), lane_type)
         for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
             logits = load_logits(row_ptr, tile_start + lane, vocab, floor)
             keys = encode_order(logits, SHIFT)
-            weight = tl.exp2((logits - peak) * scale)
-            mass_1 += tl.where(keys >= key_1, weight, 0.0)
-            mass_2 += tl.where(keys >= key_2, weight, 0.0)
-            mass_3 += tl.where(keys >= key_3, weight, 0.0)
-        low, high, mass_at_low, mass_at_high = narrow_bounds(
-            low, high, pivot_1, pivot_2, pivot_3, tl.sum(mass_1.to(tl.float64), 0), tl.sum(mass_2.to(tl.float64), 0),
-            tl.sum(mass_3.to(tl.float64), 0), mass_at_low, mass_at_high, target_mass,
-        )  # fmt: skip
-    return low, mass_at_high
+            amount = 1 if COUNTS else tl.exp2((logits - peak) * scale)
+            sums_1 += tl.where(keys >= key_1, amount, 0)
+            sums_2 += tl.where(keys >= key_2, amount, 0)
+            sums_3 += tl.where(keys >= key_3, amount, 0)
+        at_1 = tl.sum(sums_1.to(sum_type), 0)
+        at_2 = tl.sum(sums_2.to(sum_type), 0)
+        at_3 = tl.sum(sums_3.to(sum_type), 0)
+        part = (at_1 >= target).to(tl.int32) + (at_2 >= target).to(tl.int32) + (at_3 >= target).to(tl.int32)
+        low = select_part(part, low, pivot_1, pivot_2, pivot_3)
+        high = select_part(part, pivot_1, pivot_2, pivot_3, high)
+        at_low = select_part(part, at_low, at_1, at_2, at_3)
+        at_high = select_part(part, at_1, at_2, at_3, at_high)
+    return low, at_low, at_high
 
 
 @triton.jit
@@ -167,42 +127,38 @@ def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr
 
 @triton.jit
 def find_token(
-    row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr, vocab, floor, peak, scale, edge, quota, target_mass, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw a token of a row of logits: the first, by id, at which the running sum of the kept weights exceeds `target`.
+    """Go over a row of logits by rising id, and return the first token at which the kept weights exceed `target_mass`.
 
-    If `target` is uniform in [0, sum of the kept weights), a token's probability is in proportion to its weight, 2 **
-    ((logit - peak) * scale). top_k and top_p keep the tokens with a key above `edge`, and the first `quota` tokens on
-    it; a key is an integer in the order of the logits (`encode_order`, which explains SHIFT). Logits below `floor`
-    count as -inf. Returns `token` if by rounding the sum does not exceed `target`.
+    That is how a token is drawn: the caller takes `target_mass` at random in [0, sum of the kept weights), so each kept
+    token is returned with a probability in proportion to its weight, 2 ** ((logit - peak) * scale). Kept are the tokens
+    with a key (`encode_order`) above `edge`, and the first `quota` tokens with the key `edge` itself; the others weigh
+    nothing. Logits below `floor` count as -inf. Returns `token` if by rounding the sum never exceeds `target_mass`.
     """
     lane = tl.arange(0, BLOCK)
-    running_mass = target * 0.0
-    ties_seen = tl.full((), 0, tl.int32)
+    mass_before = target_mass * 0.0  # weight of the tiles before this one; zero of the same type
     tile_start = tl.full((), 0, tl.int32)
     while tile_start < vocab:
         logits = load_logits(row_ptr, tile_start + lane, vocab, floor)
         keys = encode_order(logits, SHIFT)
-        weight = tl.exp2((logits - peak) * scale)
-        is_tie = (keys == edge).to(tl.int32)
-        ties = tl.sum(is_tie, 0)
-        is_kept = keys > edge
-        if ties_seen + ties <= quota:
-            is_kept = keys >= edge
-        else:
-            is_kept = is_kept | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= quota - ties_seen))
-        weight = tl.where(is_kept, weight, 0.0)
+        is_on_edge = (keys == edge).to(tl.int32)
+        edge_count = tl.sum(is_on_edge, 0)
+        is_kept = keys >= edge
+        if edge_count > quota:  # only the first of the tokens on the edge are kept
+            is_kept = (keys > edge) | ((is_on_edge > 0) & (tl.cumsum(is_on_edge, 0) <= quota))
+        weight = tl.where(is_kept, tl.exp2((logits - peak) * scale), 0.0)
         mass = tl.sum(weight, 0).to(tl.float64)
-        if running_mass + mass > target:
-            sums = running_mass + tl.cumsum(weight, 0).to(tl.float64)
-            is_past = (sums > target) & (weight > 0.0)
+        if mass_before + mass > target_mass:
+            running_mass = mass_before + tl.cumsum(weight, 0).to(tl.float64)
+            is_past = (running_mass > target_mass) & (weight > 0.0)
             first_past = tl.min(tl.where(is_past, tile_start + lane, vocab), 0)
             last_kept = tl.max(tl.where(weight > 0.0, tile_start + lane, 0), 0)
             token = tl.minimum(first_past, last_kept)  # by rounding, no token may be past
             tile_start = tile_start * 0 + vocab  # ends the loop
         else:
-            running_mass += mass
-            ties_seen = tl.minimum(ties_seen + ties, quota)
+            mass_before += mass
+            quota -= tl.minimum(edge_count, quota)
             tile_start += BLOCK
     return token
 
@@ -215,6 +171,8 @@ def draw_rows(
 ):  # fmt: skip
     """Draw the token of one row of logits, as `kernels.sampling` defines it. The grid is (rows).
 
+    The likeliest token is drawn if the temperature is 0. Else top_k and top_p move the edge up, the key of the last
+    token that is kept, and `quota` says how many tokens on the edge are kept. Then `find_token` draws a kept token.
     SHIFT: number of bits that fp32 has more than the type of the logits.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -248,7 +206,10 @@ def draw_rows(
             low = encode_order(low_value, SHIFT)
             count = count_tokens_from(row_ptr, vocab, floor, low, SHIFT, BLOCK)
             if count >= top_k:
-                edge, quota = find_count_edge(row_ptr, vocab, floor, top_k, low.to(tl.int64), end, count, SHIFT, BLOCK)
+                edge, from_edge, over_edge = find_edge(
+                    row_ptr, vocab, floor, highest, scale, top_k, low.to(tl.int64), end, count, True, SHIFT, BLOCK
+                )
+                quota = tl.where(from_edge == top_k, KEEP_ALL, top_k - over_edge)
         mass_over_edge, ties = sum_mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
         edge_weight = tl.exp2((decode_order(edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
         total_mass = mass_over_edge + tl.minimum(ties, quota).to(tl.float64) * edge_weight
@@ -258,9 +219,9 @@ def draw_rows(
             negligible_mass = (1.0 - top_p) * total_mass / (2.0 * vocab)
             low_value = highest + temperature * tl.log2(negligible_mass.to(tl.float32)) * LN_2
             low = tl.maximum(edge, tl.minimum(encode_order(low_value, SHIFT).to(tl.int64), end - 1))
-            new_edge, mass_over_edge = find_mass_edge(
-                row_ptr, vocab, floor, highest, scale, target_mass, low, end, SHIFT, BLOCK
-            )  # fmt: skip
+            new_edge, _, mass_over_edge = find_edge(
+                row_ptr, vocab, floor, highest, scale, target_mass, low, end, target_mass, False, SHIFT, BLOCK
+            )
             edge_weight = tl.exp2((decode_order(new_edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
             new_quota = tl.maximum(tl.ceil((target_mass - mass_over_edge) / edge_weight), 1.0)
             new_quota = tl.minimum(new_quota, 2147483647.0).to(tl.int32)
