@@ -49,17 +49,12 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues_final_message
-    variables = _make_template_variables(request)
-    documents = variables.pop("documents", None)
-    if request.documents is not None:
-        documents = request.documents
     text = template.render(
         _convert_messages(template, request),
         tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
-        documents=documents,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues_final_message,
-        **variables,
+        **_make_template_variables(request),
     )
     return text.partition(MEDIA_MARKER)[0]
 
@@ -69,6 +64,8 @@ def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
     variables = dict(request.chat_template_kwargs or {})
     for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
         variables.pop(name, None)
+    if request.documents is not None:
+        variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")

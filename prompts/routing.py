@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -107,47 +108,35 @@ raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
     """Read a body sent to `path`. Raises RequestError if it is no JSON object, or its priority no integer."""
-    return parse_routing_of_kind(API_KIND_BY_PATH.get(path, "other"), data)
-
-
-def parse_routing_of_kind(kind: ApiKind, data: bytes) -> RoutingRequest:
-    """Read a body of a known API. Raises RequestError as `parse_routing`."""
-    return parse_body(kind, data)[0]
+    return parse_body(API_KIND_BY_PATH.get(path, "other"), data)[0]
 
 
 def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, msgspec.Raw]]:
-    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`."""
-    check_object(data)
-    fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
-    request = _parse_body(kind, data, fields)
-    if may_have_worker_fields(fields):
-        request = request.replace(has_worker_fields=True)
-    return request, fields
-
-
-def _parse_body(kind: ApiKind, data: bytes, raw_fields: dict[str, msgspec.Raw]) -> RoutingRequest:
-    """Read the routing fields of a body, which also comes as its undecoded top-level fields. Raises RequestError.
+    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`.
 
     Of a body that the worker will refuse, only single fields are read.
     """
+    check_object(data)
+    raw_fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
+    source: MessagesRequest | ResponsesRequest | None = None
     if kind in ("messages", "responses"):
-        try:
+        with suppress(RequestError):  # the worker will say what is wrong
             source = parse_messages(data) if kind == "messages" else parse_responses_request(data)
-        except RequestError:
-            source = None  # the worker will say what is wrong
-        if isinstance(source, MessagesRequest):
-            return _make_from_messages(source)
-        if source is not None:
-            return _make_from_response(source)
-    try:
-        fields = {name: _value_decoder.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        fields = decode_json(_value_decoder, data)  # raises an error that names the place in the body
-    return make_routing_request(kind, fields)
+    if source is not None:
+        request = _make_from_source(source)
+    else:
+        try:
+            fields = {name: _value_decoder.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            fields = decode_json(_value_decoder, data)  # raises an error that names the place in the body
+        request = make_routing_request(kind, fields)
+    if may_have_worker_fields(raw_fields):
+        request = request.replace(has_worker_fields=True)
+    return request, raw_fields
 
 
 def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingRequest:
-    """Make the routing request of a chat or completion from its decoded fields, without values of a wrong type.
+    """Make the routing request of a chat, a completion or a form from its fields, without values of a wrong type.
 
     Raises RequestError if the priority is no integer.
     """
@@ -190,33 +179,26 @@ def _read_user_id(metadata: Any) -> str | None:
     return _as_string(metadata.get("user_id")) if isinstance(metadata, dict) else None
 
 
-def _make_from_messages(source: MessagesRequest) -> RoutingRequest:
-    return RoutingRequest(
+def _make_from_source(source: MessagesRequest | ResponsesRequest) -> RoutingRequest:
+    """Make the routing request of a body that is converted to a chat later."""
+    request = RoutingRequest(
         kind="messages",
         source=source,
         model=source.model,
         cache_salt=source.cache_salt,
         priority=read_priority(source.priority),
         stream=source.stream is True,
-        output_tokens_max=max(source.max_tokens, 1),  # the step that reads the prompt draws a token
         metadata_user_id=_read_user_id(source.metadata),
     )
-
-
-def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
-    """Make the routing request of a body of the Responses API; its prompt is converted to a chat later."""
-    return RoutingRequest(
+    if isinstance(source, MessagesRequest):
+        # The step that reads the prompt draws a token, also if the body asks for none.
+        return request.replace(output_tokens_max=max(source.max_tokens, 1))
+    return request.replace(
         kind="responses",
-        source=source,
-        model=source.model,
-        cache_salt=source.cache_salt,
-        priority=source.priority or 0,
-        stream=source.stream is True,
         output_tokens_max=source.max_output_tokens or 0,
         truncate_prompt_tokens=-1 if source.truncation == "auto" else None,
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
-        metadata_user_id=_read_user_id(source.metadata),
         stored_response_id=source.previous_response_id or _find_referenced_response_id(source),
     )
 
@@ -307,16 +289,6 @@ def _read_output_limits(fields: Mapping[str, Any]) -> tuple[int, int]:
     )
     min_tokens = max_tokens if ends_at_limit else _as_int(fields.get("min_tokens"))
     return max(max_tokens or 0, 0) * choice_count, max(min_tokens or 0, 0) * choice_count
-
-
-def read_form_fields(values: dict[str, str]) -> RoutingRequest:
-    """Make the request of a form's text fields. Raises RequestError if its priority is no integer."""
-    return RoutingRequest(
-        kind="other",
-        model=values.get("model"),
-        priority=read_priority(values.get("priority")),
-        stream=_as_bool(values.get("stream")) is True,
-    )
 
 
 def _as_objects(value: Any) -> list[Message] | None:

@@ -46,9 +46,7 @@ def is_worker_field(name: str) -> bool:
 
 def may_have_worker_fields(names: Iterable[str]) -> bool:
     """Whether a body with these top-level fields may contain such fields."""
-    return any(
-        name in WORKER_FIELDS or name in CONTAINER_FIELDS or name.startswith(_WORKER_FIELD_PREFIX) for name in names
-    )
+    return any(name in CONTAINER_FIELDS or is_worker_field(name) for name in names)
 
 
 def without_worker_fields(value: Any, allowed_fields: Collection[str]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from email.message import Message
 
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, read_form_fields
+from prompts.routing import RoutingRequest, make_routing_request
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
 from router.prompting.fields import FormSpans, make_duplicate_field_error
 
@@ -53,7 +53,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
             raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
         span_by_field[name] = value_start, end
         value_by_field[name] = body[value_start:end].decode("utf-8", "replace")
-    return read_form_fields(value_by_field), FormSpans(span_by_field, content_start=0)
+    return make_routing_request("other", value_by_field), FormSpans(span_by_field, content_start=0)
 
 
 def _read_part_head(body: bytes, start: int, end: int) -> bytes:

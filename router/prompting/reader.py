@@ -17,7 +17,7 @@ import msgspec
 
 from options.background_tasks import BackgroundTasks
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
+from prompts.routing import ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation
@@ -243,7 +243,7 @@ class PromptReader:
         body = body_to_read.join()
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
-            prompt = await self.run_in_thread(lambda: self.tokenize(parse_routing_of_kind(kind, body), tokenizer))
+            prompt = await self.run_in_thread(lambda: self.tokenize(parse_body(kind, body)[0], tokenizer))
         else:
             task = self.make_task(model, kind, None)
             try:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import parse_routing_of_kind
+from prompts.routing import parse_body
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.conversation_reading import cache_conversation
@@ -121,7 +121,7 @@ def _compare_cached_and_full_tokens(
     reader = ConversationReader(CACHE_BYTES)
     reader.allow("", renderer)  # the model of cached conversations that name none
     for body in _make_bodies(conversation, fields):
-        request = parse_routing_of_kind("chat", body)
+        request = parse_body("chat", body)[0]
         try:
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prompts import template_environment
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
+from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import (
@@ -77,7 +77,7 @@ class Turns:
 
     def read(self, kind: ApiKind, body: bytes) -> Continuation | None:
         cache, tokenizer = self.reader.cache, self.renderer.tokenizer
-        request = parse_routing_of_kind(kind, body)
+        request = parse_body(kind, body)[0]
         try:
             prompt = read_prompt(request, tokenizer)
         except RequestError:

@@ -15,7 +15,7 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import parse_routing_of_kind
+from prompts.routing import parse_body
 from prompts.tokenizer import Checkpoint, Tokenizer
 from prompts.worker_pool import WorkerProcess, WorkerProcessError
 from router.prompting import reader
@@ -174,7 +174,7 @@ def test_a_chat_that_waits_while_another_takes_too_long_is_not_rendered_here(edg
     async def scenario() -> None:
         await edge.start()
         tokenizer = Tokenizer.load(tmp_path, USUAL)
-        template, request = tokenizer.chat_template, parse_routing_of_kind("chat", json.dumps(BODY).encode())
+        template, request = tokenizer.chat_template, parse_body("chat", json.dumps(BODY).encode())[0]
         assert template is not None
         assert request.messages is not None
         assert edge.prompts.tokenize(request, tokenizer).token_ids is not None
