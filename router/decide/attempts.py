@@ -216,12 +216,18 @@ class AttemptTracker:
         if timing is not None and timing.duration_s is not None:
             self._links.learn_speed(source.name, target.name, timing.estimate, timing.duration_s, now)
 
-    def compute_without_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
-        """Have the target of an attempt compute its prompt itself. `is_pair_fault`: avoid the pair for a while."""
+    def fail_transfer(
+        self, active_request: ActiveRequest, now: float, *, is_pair_fault: bool = True, may_be_crash: bool = False
+    ) -> None:
+        """Have the worker of the present attempt compute the prompt itself. See `RouterCore.fail_transfer`."""
+        attempt = active_request.attempt
+        assert attempt is not None
         in_flight, decision = attempt.in_flight, attempt.decision
         if in_flight.source is None or attempt.has_transfer_failed:
             return
         attempt.has_transfer_failed = True
+        active_request.tried_sources |= {in_flight.source.worker_id}
+        active_request.crash_suspicions += may_be_crash
         if is_pair_fault:
             self._links.record_failure(in_flight.source.name, in_flight.target.name, now)
         self.end_prefill_leg(attempt, now, is_computed=False)

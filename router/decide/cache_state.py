@@ -123,16 +123,16 @@ class CacheState:
         return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope, *options)}
 
     def find_cache_hits(
-        self, prompt: PromptQuery, targets: Sequence[Target], matches: dict[HolderId, Match], now: float
+        self, prompt: PromptQuery | None, targets: Sequence[Target], matches: dict[HolderId, Match], now: float
     ) -> list[Candidate]:
         """Return a candidate for each target, with the length of the prompt's prefix that is cached there.
 
         `resident_tokens` are cached now, by the worker's events. `cached_tokens` also has what requests in flight will
         have computed. For a worker without events, one estimate serves as both. `matches`: what the prefix index finds
-        of the prompt at each target.
+        of the prompt at each target. Nothing is cached of a prompt that was not tokenised.
         """
         approximate_caches = self._approximate_caches
-        keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
+        keys = prompt.get_chunk_keys(CHUNK_TOKENS) if prompt is not None and approximate_caches else []
         candidates = []
         for target in targets:
             candidate = Candidate(target)

@@ -50,6 +50,8 @@ class RoutingChoice(msgspec.Struct, eq=False):
     winner: Candidate
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
+    matches: dict[HolderId, Match]
+    """Cached prefixes of the prompt by the prefix index."""
 
     def find_earliest(self) -> Candidate:
         """Return the candidate with the earliest first token, of those that can serve the request."""
@@ -171,9 +173,9 @@ class Chooser:
 
         # The prices, and the winner.
         candidates = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
-        choice = RoutingChoice(request, candidates, candidates[0], facts, prompt)
+        choice = RoutingChoice(request, candidates, candidates[0], facts, prompt, matches)
         if sources:
-            self._add_transfers(choice, sources, best_sources, matches)
+            self._add_transfers(choice, sources, best_sources)
         choice.winner = self._pick_winner(choice)
         if choice.winner.is_missing_source:
             self._add_missing_source(choice, excluded_sources)
@@ -194,17 +196,11 @@ class Chooser:
             return []
         return self._registry.find_sources(request, excluded_sources)
 
-    def _add_transfers(
-        self,
-        choice: RoutingChoice,
-        sources: list[Target],
-        best_sources: list[Candidate],
-        matches: dict[HolderId, Match],
-    ) -> None:
+    def _add_transfers(self, choice: RoutingChoice, sources: list[Target], best_sources: list[Candidate]) -> None:
         """Add the ways to serve a request in which one target sends KV to another one that answers.
 
         Either the answering target pulls a cached prefix from one of `best_sources`, or one of `sources` computes the
-        whole prompt first. `matches`: cached prefixes by the prefix index.
+        whole prompt first.
         """
         facts = choice.request_facts
         planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now)
@@ -213,7 +209,7 @@ class Chooser:
             least_busy = find_least_busy(sources, facts.now)
             cached_prefillers = [source.target for source in best_sources if can_prefill(source.target)]
             prefillers = list(dict.fromkeys([*least_busy, *cached_prefillers]))
-            plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers, matches))
+            plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers))
         self._add_plans(choice, plans)
 
     def _add_plans(self, choice: RoutingChoice, plans: list[Candidate]) -> None:
@@ -222,16 +218,11 @@ class Chooser:
             self._price(plans, choice.request_facts)
             choice.candidates = [*_drop_missing_source(choice.candidates), *plans]
 
-    def _price_prefills(
-        self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
-    ) -> list[Candidate]:
+    def _price_prefills(self, choice: RoutingChoice, targets: list[Target]) -> list[Candidate]:
         """Price targets for only the prefill of a request, which another target will answer."""
-        prompt_query, now = choice.prompt_query, choice.request_facts.now
-        if prompt_query is None:
-            candidates = [Candidate(target) for target in targets]
-        else:
-            candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, now)
-        self._price(candidates, msgspec.structs.replace(choice.request_facts, output_tokens=0.0))
+        facts = choice.request_facts
+        candidates = self._cache_state.find_cache_hits(choice.prompt_query, targets, choice.matches, facts.now)
+        self._price(candidates, msgspec.structs.replace(facts, output_tokens=0.0))
         return candidates
 
     def _add_missing_source(self, choice: RoutingChoice, excluded_sources: frozenset[str]) -> None:
@@ -248,7 +239,8 @@ class Chooser:
         ]
         sources = [source for source in sources if source.worker_id not in excluded_sources] or sources
         sources = [s for s in sources if not self._links.is_paused(s.name, decoder.name, facts.now)] or sources
-        priced_sources = self._price_prefills(choice, find_least_busy(sources, facts.now), matches={})
+        unmatched_choice = msgspec.structs.replace(choice, matches={})
+        priced_sources = self._price_prefills(unmatched_choice, find_least_busy(sources, facts.now))
         planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now, uses_paused_pairs=True)
         plans = planner.plan_prefills([choice.winner], priced_sources)
         if plans:
@@ -284,10 +276,8 @@ class Chooser:
         `matches`: cached prefixes of the prompt by the prefix index. `queued_ahead_s`: prefill seconds by target that
         the router's queue will send before this request.
         """
-        if prompt is None:
-            candidates = [Candidate(target) for target in targets]
-        else:
-            candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
+        candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
+        if prompt is not None:
             self._cache_state.add_memory_costs(prompt, facts.output_tokens, candidates, facts.now)
             # While speeds are unknown and a worker is idle, no request waits for a prefix that is still being computed.
             if self._chooses_by_price and _has_unmeasured_idle_target(targets):

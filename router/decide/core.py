@@ -285,11 +285,7 @@ class RouterCore:
         if attempt is None:
             return []
         active_request = self._active_requests[request_id]
-        transfer = attempt.decision.transfer
-        if transfer is not None and not attempt.has_transfer_failed:  # the attempt's first report
-            active_request.tried_sources |= {transfer.source}
-            active_request.crash_suspicions += may_be_crash
-        self._attempts.compute_without_transfer(attempt, now, is_pair_fault=is_pair_fault)
+        self._attempts.fail_transfer(active_request, now, is_pair_fault=is_pair_fault, may_be_crash=may_be_crash)
         if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self.fail_attempt(request_id, FailureKind.SOURCE, now)
         return self._place_queued(now)
@@ -310,7 +306,7 @@ class RouterCore:
         if decision.is_split:  # the prompt was computed by another worker, which had other tokens cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         elif _has_missing_transfer(decision, engine_usage):
-            self._attempts.compute_without_transfer(attempt, now)
+            self._attempts.fail_transfer(active_request, now)
         if not is_error:
             self._attempts.record_transfer(attempt, now)
             output_tokens = self.tracker.record_answer(attempt.in_flight, engine_usage.completion_tokens, now)

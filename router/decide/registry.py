@@ -219,26 +219,17 @@ class WorkerRegistry:
 
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
         """Return the targets that may send KV of a request's prompt to the worker that will answer."""
-        model, allowed_workers = request.model, request.allowed_workers
+        sources = self._get_pool((request.model, request.role)).sources
+        if not sources:
+            return []
         needed_tokens = _count_needed_tokens(request)
-        sources: list[Target] = []
-        for target in self._get_pool((model, request.role)).sources:
-            worker_id = target.worker_id
-            if worker_id in self.avoided_workers or worker_id in excluded_workers:
-                continue
-            if allowed_workers is not None and worker_id not in allowed_workers:
-                continue
-            if self._fits_context(worker_id, model, needed_tokens):
-                sources.append(target)
-        return sources
-
-    def _list_sources(self, model: str) -> list[Target]:
-        """Return the targets of a model that are up and can send their cached KV to other workers."""
         return [
             target
-            for worker in self._list_workers_serving(model)
-            if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
-            for target in self._targets[worker.worker_id]
+            for target in sources
+            if target.worker_id not in self.avoided_workers
+            and target.worker_id not in excluded_workers
+            and (request.allowed_workers is None or target.worker_id in request.allowed_workers)
+            and self._fits_context(target.worker_id, request.model, needed_tokens)
         ]
 
     def get_load_order(
@@ -307,7 +298,13 @@ class WorkerRegistry:
             context_limit = worker.models[model].max_model_len
             if context_limit is not None:
                 context_limits.append(context_limit)
-        new_pool = _Pool(targets, min(context_limits, default=None), self._list_sources(model))
+        sources = [
+            target
+            for worker in self._list_workers_serving(model)
+            if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
+            for target in self._targets[worker.worker_id]
+        ]
+        new_pool = _Pool(targets, min(context_limits, default=None), sources)
         if targets:  # clients may send any name, so pools of names that nobody serves are not stored
             self._pools[key] = new_pool
         return new_pool
