@@ -239,8 +239,7 @@ class Chooser:
         ]
         sources = [source for source in sources if source.worker_id not in excluded_sources] or sources
         sources = [s for s in sources if not self._links.is_paused(s.name, decoder.name, facts.now)] or sources
-        unmatched_choice = msgspec.structs.replace(choice, matches={})
-        priced_sources = self._price_prefills(unmatched_choice, find_least_busy(sources, facts.now))
+        priced_sources = self._price_prefills(choice, find_least_busy(sources, facts.now))
         planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now, uses_paused_pairs=True)
         plans = planner.plan_prefills([choice.winner], priced_sources)
         if plans:

@@ -856,6 +856,17 @@ def test_a_worker_gets_its_partner_however_idle_the_workers_of_other_engines_are
     core.check_invariants()
 
 
+@pytest.mark.parametrize("policy", ["kv", "round_robin"])
+def test_a_partner_is_predicted_to_use_what_it_has_cached(policy: str) -> None:
+    core = make_mixed_fleet(policy)
+    core.index.store(core.workers["s"].holders[0], PROMPT[:300])
+    forward = core.route(request("r", PROMPT, worker="d"), 0.0)
+    assert isinstance(forward, Forward)
+    transfer = forward.decision.transfer
+    assert transfer is not None
+    assert (transfer.source, forward.decision.predicted_cached_tokens) == ("s", 300)
+
+
 def test_a_worker_that_answers_nothing_alone_is_not_the_earliest_one() -> None:
     """Its own prefill would begin at once, but nobody asked its partner for one."""
     core = make_mixed_fleet("least_requests")
