@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
-from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
+from router.decide.learning.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
 from routing_sim import peers
 from routing_sim.fleet_router import KV_BYTES_PER_TOKEN, FleetRouter

@@ -1,5 +1,7 @@
 """Requests that the core knows, and their attempts: each try of a request at a worker, from its begin to its end.
 
+`RetryBudget` says how many further attempts a tenant may make.
+
 `AttemptTracker` counts an attempt in the load of its worker, in what is expected to be cached there and, if KV comes
 from another worker, in the load of that one. Invariant: what `begin_attempt` counts, `end_attempt` takes back.
 """
@@ -11,16 +13,22 @@ from typing import Final
 
 import msgspec
 
+from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.chooser import RoutingChoice
+from router.decide.config import RetryConfig
+from router.decide.learning import WorkTotals
 from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Decision, RouteRequest
 from router.decide.registry import WorkerRegistry
-from router.decide.speed import WorkTotals
 from router.decide.target import InFlightRequest, PromptQuery
 from router.decide.transfers.links import TransferEstimate, TransferLinks
 from router.decide.workers import WorkerState
 
+TENANTS_MAX: Final = 4096
+"""Tenants with a retry budget of their own; the one with the oldest request or retry is forgotten first."""
+_RETRIES_MAX_RATIO: Final = 10.0
+"""Most retries that a tenant can save up, as a multiple of those that it begins with."""
 OTHERS_SHARE_MAX: Final = 0.5
 """Greatest share of other prompts in the wait for a first token from which the time of a KV transfer is learned."""
 
@@ -257,3 +265,40 @@ class AttemptTracker:
         if worker is not None and worker.probe == request.request_id:
             worker.probe = None  # another request may now try whether the worker serves again
             self._registry.apply_worker_changes()
+
+
+class RetryBudget:
+    """Number of retries that each tenant, an API key or a client's address, may still make.
+
+    Each new request earns a fraction of a retry. So if every request fails, retries add only that fraction to the load.
+    """
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._attempts_max = config.attempts_max
+        self._retries_per_request = config.budget_ratio
+        self._initial_retries = float(config.budget_min)
+        self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
+        self._retries_by_tenant: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
+        """Retries that are left, by tenant; the tenant with the oldest last request or retry is first."""
+
+    def __len__(self) -> int:
+        return len(self._retries_by_tenant)
+
+    def add_request(self, tenant: str) -> None:
+        """Add the fraction of a retry that a new request of a tenant earns."""
+        retries = self._get_retries(tenant) + self._retries_per_request
+        self._retries_by_tenant[tenant] = min(retries, self._retries_max)
+
+    def spend_retry(self, tenant: str, attempt_count: int) -> bool:
+        """Take one retry for a request that was tried `attempt_count` times; return whether there was one."""
+        if not self.has_retry(tenant, attempt_count):
+            return False
+        self._retries_by_tenant[tenant] = self._get_retries(tenant) - 1.0
+        return True
+
+    def has_retry(self, tenant: str, attempt_count: int) -> bool:
+        """Return whether `spend_retry` would find a retry."""
+        return attempt_count < self._attempts_max and self._get_retries(tenant) >= 1.0
+
+    def _get_retries(self, tenant: str) -> float:
+        return self._retries_by_tenant.get(tenant, self._initial_retries)

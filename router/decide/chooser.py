@@ -15,9 +15,9 @@ import msgspec
 from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
+from router.decide.learning.output_lengths import OutputLengths
 from router.decide.load_tracker import LoadTracker
 from router.decide.messages import RouteRequest, TransferKind
-from router.decide.output_lengths import OutputLengths
 from router.decide.policy import CustomPolicy, choose_cheapest, choose_without_price
 from router.decide.price import (
     Candidate,

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from options.bounded_dict import BoundedDict
-from router.decide.attempts import ActiveRequest, Attempt, AttemptTracker
+from router.decide.attempts import ActiveRequest, Attempt, AttemptTracker, RetryBudget
 from router.decide.cache_state import CacheState
 from router.decide.chooser import Chooser
-from router.decide.config import CoreConfig, RetryConfig
+from router.decide.circuit_breaker import CircuitBreaker, is_worker_fault
+from router.decide.config import CoreConfig
 from router.decide.load import EngineLoad
 from router.decide.load_tracker import LoadTracker
 from router.decide.messages import (
@@ -44,12 +44,10 @@ from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import (
     CacheView,
-    CircuitBreaker,
     ServedModel,
     Worker,
     WorkerSpec,
     WorkerState,
-    is_worker_fault,
 )
 from router.index.protocol import PrefixIndex
 
@@ -58,10 +56,6 @@ CRASH_SUSPICIONS_MAX: Final = 2
 _FAILURES_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
 _FAILURES_OF_CRASHED_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """Failures that a request sees when it crashes its worker."""
-TENANTS_MAX: Final = 4096
-"""Tenants with a retry budget of their own; the one with the oldest request or retry is forgotten first."""
-_RETRIES_MAX_RATIO: Final = 10.0
-"""Most retries that a tenant can save up, as a multiple of those that it begins with."""
 PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
 
 
@@ -574,43 +568,6 @@ class RouterCore:
             is_queued, attempt = request_id in self._placer.queue.requests, active_request.attempt
             assert is_queued == (attempt is None), f"{request_id}: {is_queued=}, {attempt}"
         self.cache_state.check_invariants(in_flight)
-
-
-class RetryBudget:
-    """Number of retries that each tenant, an API key or a client's address, may still make.
-
-    Each new request earns a fraction of a retry. So if every request fails, retries add only that fraction to the load.
-    """
-
-    def __init__(self, config: RetryConfig) -> None:
-        self._attempts_max = config.attempts_max
-        self._retries_per_request = config.budget_ratio
-        self._initial_retries = float(config.budget_min)
-        self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
-        self._retries_by_tenant: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
-        """Retries that are left, by tenant; the tenant with the oldest last request or retry is first."""
-
-    def __len__(self) -> int:
-        return len(self._retries_by_tenant)
-
-    def add_request(self, tenant: str) -> None:
-        """Add the fraction of a retry that a new request of a tenant earns."""
-        retries = self._get_retries(tenant) + self._retries_per_request
-        self._retries_by_tenant[tenant] = min(retries, self._retries_max)
-
-    def spend_retry(self, tenant: str, attempt_count: int) -> bool:
-        """Take one retry for a request that was tried `attempt_count` times; return whether there was one."""
-        if not self.has_retry(tenant, attempt_count):
-            return False
-        self._retries_by_tenant[tenant] = self._get_retries(tenant) - 1.0
-        return True
-
-    def has_retry(self, tenant: str, attempt_count: int) -> bool:
-        """Return whether `spend_retry` would find a retry."""
-        return attempt_count < self._attempts_max and self._get_retries(tenant) >= 1.0
-
-    def _get_retries(self, tenant: str) -> float:
-        return self._retries_by_tenant.get(tenant, self._initial_retries)
 
 
 def _has_missing_transfer(decision: Decision, usage: ReportedUsage) -> bool:

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CostConfig, LearnConfig
+from router.decide.learning import PoolSpeed, PrefillInterval, Speed
 from router.decide.load import (
     NO_PEER_LOAD,
     REPORT_VALID_S,
@@ -27,7 +28,6 @@ from router.decide.load import (
 )
 from router.decide.price import Candidate, estimate_queue, find_awaited_request
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeed, PrefillInterval, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 from simulation.steps import StepTimes

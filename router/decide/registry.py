@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from router.decide.cache_state import CacheState
+from router.decide.circuit_breaker import CircuitBreaker
 from router.decide.load_tracker import LoadTracker
 from router.decide.messages import Refuse, RouteRequest, TransferKind
 from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
@@ -20,7 +21,6 @@ from router.decide.target import Target
 from router.decide.workers import (
     BLOCKCAST,
     PREFILL_ROLE,
-    CircuitBreaker,
     ServedModel,
     Worker,
     WorkerSpec,

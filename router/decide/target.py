@@ -1,8 +1,8 @@
 """State of one target: a worker, or one data-parallel rank of a worker, that requests can be sent to.
 
 The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
-(router/decide/speed/). `PrefillQueue` has the prompts that are to be computed. The tracker counts requests, the cache
-state counts shared tokens. `recompute` brings derived values (slowdown, Q) up to date.
+(router/decide/learning/). `PrefillQueue` has the prompts that are to be computed. The tracker counts requests, the
+cache state counts shared tokens. `recompute` brings derived values (slowdown, Q) up to date.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from router.decide.learning import PoolSpeed, Speed, WorkTotals
 from router.decide.load import (
     MAX_NUM_SEQS_PRIOR,
     NO_PEER_LOAD,
@@ -24,7 +25,6 @@ from router.decide.load import (
     PeerLoad,
     RoutedTotals,
 )
-from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.decide.workers import NO_TRANSFERS, PREFILL_ROLE, WorkerSpec
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
 from simulation.steps import StepTimes

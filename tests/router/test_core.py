@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from router.decide.attempts import TENANTS_MAX, RetryBudget
 from router.decide.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, TransferConfig
-from router.decide.core import TENANTS_MAX, RetryBudget, RouterCore
+from router.decide.core import RouterCore
 from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import (
     Decision,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
+from router.decide.learning.output_lengths import TOKENS_MAX, TOKENS_PRIOR, OutputLengths
 from router.decide.messages import FailureKind, Forward, ReportedUsage, RouteRequest
-from router.decide.output_lengths import TOKENS_MAX, TOKENS_PRIOR, OutputLengths
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope

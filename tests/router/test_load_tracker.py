@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig
+from router.decide.learning import Observation, PoolSpeed, Speed, TimeFactor
+from router.decide.learning.ratios import RATIO_VALID_S
 from router.decide.load_tracker import LoadTracker
 from router.decide.price import Candidate
-from router.decide.speed import Observation, PoolSpeed, Speed, TimeFactor
-from router.decide.speed.ratios import RATIO_VALID_S
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 from simulation.steps import StepTimes

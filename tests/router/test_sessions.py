@@ -11,8 +11,8 @@ import pytest
 from prompts.routing import RoutingRequest, parse_routing
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
+from router.decide.learning.output_lengths import OutputLengths
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
-from router.decide.output_lengths import OutputLengths
 from router.decide.recent_prompts import RecentPrompts
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from options.bounded_dict import BoundedDict
 from router.decide.config import TransferConfig
-from router.decide.speed import TimeFactor
+from router.decide.learning import TimeFactor
 from router.decide.target import Target
 from router.decide.workers import BLOCKCAST
 

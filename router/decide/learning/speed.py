@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Final
 
 from router.decide.config import LearnConfig
-from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
-from router.decide.speed.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+from router.decide.learning.observations import Observation, PrefillInterval, WorkTotals
+from router.decide.learning.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
 from simulation.steps import StepTimes
 
 _INTERVALS_MAX: Final = 192
