@@ -12,7 +12,7 @@ from collections import deque
 import msgspec
 
 from engine.cache.kv_cache import KVCache
-from engine.prefill_queue import PrefillQueue
+from engine.prefill_queue import PrefillOrder, PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.step_draft import StepInFlight
 from engine.types import Sequence, SequenceOutput, StepResult
@@ -45,43 +45,31 @@ class SchedulerTotals(msgspec.Struct):
 class ActiveRequests:
     """Moves requests between the waiting queue and the running ones, which hold blocks of the cache, to their end."""
 
-    def __init__(
-        self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
-    ) -> None:
-        """Start without requests. The scheduler shares its cache, queue of waiting requests, totals and steps."""
+    def __init__(self, cache: KVCache, prefill_order: PrefillOrder) -> None:
+        """Start without requests. Running ones hold blocks of `cache`."""
         self._cache = cache
-        self._waiting = waiting
-        self._totals = totals
-        self._steps_in_flight = steps_in_flight
+        self.totals = SchedulerTotals()
+        self.waiting = PrefillQueue(prefill_order, cache)
         self.running: list[RequestEntry] = []
         """Ordered by (priority, arrival)."""
-        self._entry_by_id: dict[str, RequestEntry] = {}
+        self.steps_in_flight: deque[StepInFlight] = deque()
+        """Steps that are being computed: planned, and their results not yet applied; oldest first."""
+        self.entry_by_id: dict[str, RequestEntry] = {}
         """Request id -> request, of all that have not ended."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entry_by_id
-
-    def is_active(self, entry: RequestEntry) -> bool:
-        """Return whether a request has not ended. Another one may have its id by now."""
-        return self._entry_by_id.get(entry.request_id) is entry
-
-    def __len__(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._entry_by_id)
 
     def add(self, entry: RequestEntry) -> None:
         """Queue a request that has just arrived."""
-        self._entry_by_id[entry.request_id] = entry
-        self._waiting.add_arrival(entry)
+        self.entry_by_id[entry.request_id] = entry
+        self.waiting.add_arrival(entry)
 
     def start(self, entry: RequestEntry, now: float) -> None:
         """Move a request from the waiting queue to `running`, after the cache has admitted it."""
-        self._waiting.remove(entry)
+        self.waiting.remove(entry)
         insort(self.running, entry)
         if not entry.seq.preemptions:
             entry.seq.cached_tokens = entry.seq.computed_tokens
             entry.seq.start_s = now
-            self._totals.add_prompt(entry.seq)
+            self.totals.add_prompt(entry.seq)
 
     def preempt(self, entry: RequestEntry) -> None:
         """Move a running request back to the waiting queue. It gives up its blocks, most of which stay cached."""
@@ -89,18 +77,23 @@ class ActiveRequests:
         self._cache.release(entry.seq)
         entry.seq.preemptions += 1
         entry.prompt_logprobs.clear()
-        self._totals.preemptions += 1
-        self._waiting.add(entry)
+        self.totals.preemptions += 1
+        self.waiting.add(entry)
 
-    def pop(self, request_id: str) -> RequestEntry | None:
-        """Remove a request from the requests by id, because it ends, and return it; None if there is none."""
-        return self._entry_by_id.pop(request_id, None)
+    def end(self, entry: RequestEntry) -> None:
+        """End a request. If steps with it are in flight, it keeps its blocks until the last of them is applied."""
+        del self.entry_by_id[entry.request_id]
+        entry.has_ended = True
+        self._remove_after_steps(entry)
 
-    def remove_after_steps(self, entry: RequestEntry) -> None:
-        """Remove a request now, or mark it as ended if steps with it are in flight: the last step removes it."""
-        if any(entry in step.entries for step in self._steps_in_flight):
-            entry.has_ended = True
-        else:
+    def end_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
+        """End a request, and return its last output, an error."""
+        self.end(entry)
+        return SequenceOutput.from_error(entry.request_id, message, is_client_error=is_client_error)
+
+    def _remove_after_steps(self, entry: RequestEntry) -> None:
+        """Remove a request that has ended, unless steps with it are in flight."""
+        if not any(entry in step.entries for step in self.steps_in_flight):
             self.remove(entry)
 
     def remove(self, entry: RequestEntry) -> None:
@@ -109,13 +102,8 @@ class ActiveRequests:
             self.running.remove(entry)
             self._cache.release(entry.seq)
         else:
-            self._waiting.remove(entry)
+            self.waiting.remove(entry)
         self._cache.forget_match(entry.seq)
-
-    def pop_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
-        """Remove a request from the requests by id, and return its last output, an error."""
-        del self._entry_by_id[entry.request_id]
-        return SequenceOutput.from_error(entry.request_id, message, is_client_error=is_client_error)
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
         """Append the tokens that a forward step sampled to their requests, and end the requests that are finished.
@@ -126,7 +114,7 @@ class ActiveRequests:
         outputs: list[SequenceOutput] = []
         for index, (entry, chunk, token_id) in enumerate(zip(step.entries, step.plan.chunks, result.sampled_tokens)):
             if entry.has_ended:  # while the step was in flight
-                self.remove_after_steps(entry)
+                self._remove_after_steps(entry)
                 continue
             if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
@@ -135,8 +123,7 @@ class ActiveRequests:
             has_nan = index in result.nan_chunks
             failure = NAN_MESSAGE if has_nan else result.failure_by_chunk.get(index)
             if failure is not None:
-                self.remove_after_steps(entry)
-                outputs.append(self.pop_with_error(entry, failure, is_client_error=not has_nan))
+                outputs.append(self.end_with_error(entry, failure, is_client_error=not has_nan))
                 continue
             assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
             output = self._append_token(entry, token_id)
@@ -154,16 +141,16 @@ class ActiveRequests:
             entry.add_prompt_results(output)
         may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
         if may_end and entry.set_finish_reason(token_id, output):
-            self.remove_after_steps(entry)
-            self.pop(entry.request_id)
-            self._totals.finished_requests += 1
+            self.end(entry)
+            self.totals.finished_requests += 1
         return output
 
     def check_invariants(self) -> None:
         assert self.running == sorted(self.running)
         ended_count = sum(entry.has_ended for entry in self.running)
-        assert len(self.running) + len(self._waiting) == len(self._entry_by_id) + ended_count
+        assert len(self.running) + len(self.waiting) == len(self.entry_by_id) + ended_count
+        self.waiting.check_invariants()
         for entry in self.running:
             assert entry.seq in self._cache
-            steps_with_entry = sum(entry in step.entries for step in self._steps_in_flight)
+            steps_with_entry = sum(entry in step.entries for step in self.steps_in_flight)
             assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

@@ -24,7 +24,7 @@ class RequestEntry:
     has_reported_prompt: bool = False
     """Whether the first output was made. It has `cached_tokens`, `queue_s` and the logprobs of the prompt."""
     has_ended: bool = False
-    """Whether the request was aborted or has finished while a step with it is in flight."""
+    """Whether the request was aborted, has failed or is finished. Steps in flight may still compute tokens of it."""
     arrival_work: int = 0
     """Prompt tokens that the engine had computed when the request arrived: see `engine.prefill_queue`."""
     tokens_remaining: int = 0

@@ -13,13 +13,10 @@ preempted request is admitted again only when all its tokens fit.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
 from itertools import islice
 
 from engine.active_requests import ActiveRequests, SchedulerTotals
 from engine.cache.kv_cache import KVCache
-from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.step_draft import SchedulerConfig, StepDraft, StepInFlight
 from engine.types import Chunk, FinishReason, Request, Sequence, SequenceOutput, StepPlan, StepResult
@@ -51,18 +48,20 @@ class Scheduler:
         """Start without requests. `cache`: empty KV cache, which the scheduler owns from now on."""
         self.config = config
         self.cache = cache
-        self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """Tokens of the longest sequence, prompt and output together, that the model and the cache can hold."""
-        self._waiting_queue = PrefillQueue(config.prefill_order, cache)
-        self._steps_in_flight: deque[StepInFlight] = deque()
-        """Steps that are being computed: planned, and their results not yet applied; oldest first."""
-        self._requests = ActiveRequests(cache, self._waiting_queue, self.totals, self._steps_in_flight)
+        self._requests = ActiveRequests(cache, config.prefill_order)
+        self._waiting_queue = self._requests.waiting
+        self._steps_in_flight = self._requests.steps_in_flight
         self._uses_shared_prefixes = self._waiting_queue.is_shortest_first or cache.has_states
         """Whether to compare prompts for common prefixes: for the order of requests, or to save recurrent states."""
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
         """Requests that came since the last step was planned."""
+
+    @property
+    def totals(self) -> SchedulerTotals:
+        return self._requests.totals
 
     @property
     def running_count(self) -> int:
@@ -75,7 +74,7 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether any request waits or runs. The steps in flight may have requests that ended meanwhile."""
-        return bool(len(self._requests))
+        return bool(self._requests.entry_by_id)
 
     @property
     def has_work(self) -> bool:
@@ -83,7 +82,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError if it can never fit, or if another one has its id."""
-        if request.request_id in self._requests:
+        if request.request_id in self._requests.entry_by_id:
             raise RequestRefusedError(f"request_id: {request.request_id!r} is already being served")
         _check_prompt_length(request, self.config.max_model_len, self.token_limit)
         entry = RequestEntry.from_request(
@@ -102,10 +101,10 @@ class Scheduler:
         step is applied, because other requests of the step may share them. The step's full blocks are announced and
         cached, too, but the request is in no further step and gets no further output.
         """
-        entry = self._requests.pop(request_id)
+        entry = self._requests.entry_by_id.get(request_id)
         if entry is None:
             return None
-        self._requests.remove_after_steps(entry)
+        self._requests.end(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -136,7 +135,7 @@ class Scheduler:
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
-        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if self._requests.is_active(entry)]
+        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if not entry.has_ended]
         for entry in self._requests.running:
             is_prefill = len(entry.seq.token_ids) - entry.seq.computed_tokens > 1
             if is_prefill:
@@ -303,27 +302,27 @@ class Scheduler:
         """
         failed_step = self._steps_in_flight[0]
         assert plan is failed_step.plan
+        live_entries = [entry for entry in failed_step.entries if not entry.has_ended]
+        outputs = [self._requests.end_with_error(entry, message) for entry in live_entries]
         self._steps_in_flight.clear()
-        self.restart_running(failed_step.entries)
-        return [self._requests.pop_with_error(entry, message) for entry in failed_step.entries if not entry.has_ended]
+        self.restart_running()
+        return outputs
 
-    def restart_running(self, failed_entries: Collection[RequestEntry] = ()) -> None:
+    def restart_running(self) -> None:
         """Empty the cache after a failure that may have left copies of blocks unmade. All running requests wait again.
 
-        `failed_entries`: running requests that end instead. No step may be in flight.
+        No step may be in flight. Requests that have ended give up their blocks.
         """
         assert not self._steps_in_flight
         self.cache.reset_after_failure()
-        entries_to_remove = set(failed_entries)
         for entry in self._requests.running[::-1]:
-            if entry in entries_to_remove or entry.has_ended:
+            if entry.has_ended:
                 self._requests.remove(entry)
             else:
                 self._requests.preempt(entry)
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()
-        self._waiting_queue.check_invariants()
         self._requests.check_invariants()
         assert len(self._requests.running) <= self.config.max_num_seqs
 

@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 def ended_sequences_go_at_once(patch: Patch) -> None:
-    patch.setattr(ActiveRequests, "remove_after_steps", lambda self, entry: self.remove(entry))
+    patch.setattr(ActiveRequests, "_remove_after_steps", lambda self, entry: self.remove(entry))
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
