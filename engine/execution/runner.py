@@ -334,17 +334,20 @@ class ModelRunner:
         return self.model.forward(step.token_ids, context, selected_indices)
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
-        """Draw a token for each sampled chunk, and return the tokens and whether their logits are NaN.
+        """Draw the next token of each sequence with all its known tokens computed by this step or earlier ones.
 
-        The logprobs of the tokens follow if a request wants any.
+        `hidden`: hidden states of the step's selected tokens. Returns tensors with a row for each draw: the tokens,
+        whether their logits were NaN and, if a request wants any, their logprobs. Under tensor parallelism only rank 0
+        draws: the other ranks send it their parts of the logits, and return nothing.
         """
-        if not step.batch_state.sampled_chunks:
+        if not step.batch_state.sampled_chunks:  # the step ends within all of its prompts
             return []
-        sampled_hidden = hidden if step.selected.last_indices is None else hidden[step.selected.last_indices]
-        if step.sampling_inputs is None:  # this rank only computes its part of the logits, for the rank that samples
-            self.model.contribute_logits(sampled_hidden)
+        last_indices = step.selected.last_indices  # of the last token of each sequence that gets one
+        last_hidden = hidden if last_indices is None else hidden[last_indices]
+        if step.sampling_inputs is None:
+            self.model.contribute_logits(last_hidden)
             return []
-        logits = self.model.compute_logits(sampled_hidden)
+        logits = self.model.compute_logits(last_hidden)
         has_nan = logits[:, 0].isnan()  # a hidden state with one NaN makes all its logits NaN
         tokens, logprobs = self._sampler.sample(logits, step.sampling_inputs)
         if self._last_tokens is not None:  # the next step may begin before the host has the tokens

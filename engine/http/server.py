@@ -282,10 +282,19 @@ class Server:
             return _report_failure(error.reason)
         except TokenizerError as error:
             return _report_failure(str(error))
-
         if state.limits.script:  # every chat needs the process that checks grammars, which takes a second to start
             with contextlib.suppress(RequestError):
                 await state.reader.check(EncodedConstraint("messages", b'{"type":"any_text"}'))
+
+        failure = await self._answer_until_stop(state, listener)
+        state.reader.close()
+        return 0 if failure is None else _report_failure(failure)
+
+    async def _answer_until_stop(self, state: ServerState, listener: socket.socket) -> str | None:
+        """Answer requests until a signal comes or the core dies, and finish them. Returns why the core died, or None.
+
+        Requests are finished after a signal; after a death, they have a moment to be answered with the error.
+        """
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         server = await self._accept_connections(runner, listener)
@@ -303,8 +312,7 @@ class Server:
             await asyncio.sleep(DEATH_GRACE_S)
         server.close()
         await runner.cleanup()
-        state.reader.close()
-        return 0 if failure is None else _report_failure(failure)
+        return failure
 
     async def _accept_connections(self, runner: web.AppRunner, listener: socket.socket) -> asyncio.Server:
         assert runner.server is not None

@@ -93,25 +93,37 @@ class OutputParser:
         return self._delta.call_count > 0
 
     def push(self, text: str, *, may_stop: bool) -> None:
-        """Parse the next text: reasoning first, and when that has ended, text and tool calls.
+        """Parse the next piece of the text, and add what it says to the delta.
 
-        A stop string may be cut in two by the pieces, so `StopStrings` holds back text that may begin one. A call has
-        no stop strings: what is held back when it begins comes before `text`. `may_stop`: whether a stop string may
-        end the answer here, which min_tokens delays.
+        Of the piece "true.</think>Yes", the reader of reasoning takes "true.", and the reader of the answer gets "Yes".
+        `may_stop`: whether a stop string may end the answer here, which min_tokens delays.
         """
         self._reasoning_has_just_opened = False
         if not self._has_reasoning_ended():
             self._source.push(text)
-            next(self._reasoning_steps, None)
+            next(self._reasoning_steps, None)  # the reader goes on where it waited for text
             if not self._has_reasoning_ended():
                 return
             text = self._source.take_all()
-        if self._stop_strings is not None and self._delta.is_in_call:
-            text = self._stop_strings.flush() + text
-        elif self._stop_strings is not None:
-            text, self.stop_string = self._stop_strings.push(text, may_stop=may_stop)
+        self._push_answer(self._cut_at_stop_string(text, may_stop=may_stop))
+
+    def _push_answer(self, text: str) -> None:
+        """Have the reader of the answer go on with its next text."""
         self._source.push(text)
         next(self._answer_steps)
+
+    def _cut_at_stop_string(self, text: str, *, may_stop: bool) -> str:
+        """Return the next text of the answer up to its stop string, and without an end that may begin one.
+
+        That end is held back until more text has come: "E" may become "END". A tool call has no stop strings, so what
+        was held back before it is returned at once.
+        """
+        if self._stop_strings is None:
+            return text
+        if self._delta.is_in_call:
+            return self._stop_strings.flush() + text
+        text, self.stop_string = self._stop_strings.push(text, may_stop=may_stop)
+        return text
 
     def finish(self) -> None:
         """Parse the end of the text. What looked like the beginning of a marker or of a stop string is text."""
@@ -119,8 +131,7 @@ class OutputParser:
             self._source.is_complete = True
             next(self._reasoning_steps, None)
         elif self._stop_strings is not None:
-            self._source.push(self._stop_strings.flush())
-            next(self._answer_steps)
+            self._push_answer(self._stop_strings.flush())
         self._source.is_complete = True
         next(self._answer_steps, None)
         self._delta.finish()
