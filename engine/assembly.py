@@ -7,6 +7,7 @@ and must be closed. Torch is imported only to load a real model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import FULL_KIND, CacheSpec
+from engine.cache.spec import FULL_KIND
 from engine.config import EngineConfig
-from engine.core import EngineCore, Executor
+from engine.core import EngineCore, Executor, Model
 from engine.core_messages import CoreInfo
 from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
 from engine.model_files import ModelFiles, read_default_sampling
@@ -38,18 +39,10 @@ class AssembledEngine:
     core: EngineCore
     info: CoreInfo
     publisher: EventPublisher | None
-    executor: Executor
+    model: Model
     grammars: GrammarCompiler | None
-
-    def close(self) -> None:
-        """End transfers, send the last KV cache events, and stop the other parts. May be called twice."""
-        self.core.transfers.close()
-        if self.publisher is not None:
-            self.publisher.close()
-            self.publisher = None
-        self.executor.model.close()
-        if self.grammars is not None:
-            self.grammars.close()
+    close: Callable[[], None]
+    """Ends transfers, sends the last KV cache events, and stops the other parts. A second call does nothing."""
 
 
 def locate_model_files(config: EngineConfig) -> ModelFiles:
@@ -69,27 +62,33 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     `tokenizer`: the model's, if the caller has loaded it. Raises ConfigError, ModelError, TokenizerError (all
     ValueErrors), OSError, MemoryError, and RunnerLostError if another rank ends.
     """
-    model_name, folder = locate_model_files(config)
+    files = locate_model_files(config)
+    folder = files.folder
     if config.simulate is None:
         _check_model_config(folder)
+    default_sampling = read_default_sampling(folder) if config.generation_config == "auto" else {}
     if tokenizer is None:
         tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     executor = _load_executor(config, folder)
     eos_token_ids = tuple(tokenizer.eos_token_ids)
-    with ExitStack() as close_on_error:
-        close_on_error.callback(executor.model.close)
+    with ExitStack() as parts:  # closes its parts in reverse order
+        parts.callback(executor.model.close)
         grammars = None
         no_constraint_reason = find_unsupported_reason(tokenizer)
         if no_constraint_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
-            close_on_error.callback(grammars.close)
+            parts.callback(grammars.close)
         scheduler = _make_scheduler(config, executor, frozenset(eos_token_ids))
         runner = executor.model.make_runner(eos_token_ids, grammars)
+        publisher = None
+        if config.kv_events.is_enabled:
+            groups = tuple(executor.cache_spec.list_group_infos())
+            publisher = EventPublisher(config.kv_events, model=files.name, block_size=config.block_size, groups=groups)
+            parts.callback(publisher.close)
         transfers = _start_transfers(config, folder, scheduler.cache, executor)
         if transfers is not None:
-            close_on_error.callback(transfers.close)
-        publisher = _make_publisher(config, model_name, executor.cache_spec)
-        close_on_error.pop_all()  # no error: `AssembledEngine` closes the parts from now on
+            parts.callback(transfers.close)
+        close_parts = parts.pop_all().close  # no error: the parts stay open
     core = EngineCore(
         scheduler,
         runner,
@@ -100,12 +99,13 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         model=executor.model,
     )
     info = msgspec.structs.replace(
-        _describe_model(config, model_name, folder, executor, scheduler),
+        _describe_model(config, files, executor, scheduler),
         event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
+        default_sampling=default_sampling,
         no_constraint_reason=no_constraint_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
     )
-    return AssembledEngine(core, info, publisher, executor, grammars)
+    return AssembledEngine(core, info, publisher, executor.model, grammars, close_parts)
 
 
 def _check_model_config(folder: Path) -> None:
@@ -126,22 +126,12 @@ def _load_executor(config: EngineConfig, folder: Path) -> Executor:
     return load_simulation(config, folder)
 
 
-def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> EventPublisher | None:
-    """Open the sockets for the cache's events; None if no events are published."""
-    if not config.kv_events.is_enabled:
-        return None
-    groups = tuple(spec.list_group_infos())
-    return EventPublisher(config.kv_events, model=model_name, block_size=config.block_size, groups=groups)
-
-
-def _describe_model(
-    config: EngineConfig, model_name: str, folder: Path, executor: Executor, scheduler: Scheduler
-) -> CoreInfo:
+def _describe_model(config: EngineConfig, files: ModelFiles, executor: Executor, scheduler: Scheduler) -> CoreInfo:
     """Return the facts about the loaded model, its KV cache and its limits that the API server needs."""
     blocks_per_unit = executor.cache_spec.blocks_per_unit(FULL_KIND)
     return CoreInfo(
-        model_name=model_name,
-        model_path=str(folder),
+        model_name=files.name,
+        model_path=str(files.folder),
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
         num_blocks=executor.unit_count * blocks_per_unit,
@@ -155,7 +145,6 @@ def _describe_model(
         prefill_order=config.prefill_order,
         max_num_seqs=scheduler.config.max_num_seqs,
         max_num_batched_tokens=executor.step_tokens_max,
-        default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
         script=executor.script_turns,
     )
 

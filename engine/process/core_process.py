@@ -142,7 +142,7 @@ class CoreLoop:
     def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
         """Make the loop of an engine. `check_invariants`: whether to check scheduler and cache after every step."""
         self._core = engine.core
-        self._get_simulation_lag = engine.executor.model.get_simulation_lag
+        self._get_simulation_lag = engine.model.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
@@ -273,7 +273,7 @@ def _serve(engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
-        engine.executor.model.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
+        engine.model.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
         core_socket.send(CoreReady(engine.info))
         CoreLoop(engine, core_socket, check_invariants=check_invariants).run()
     except RunnerLostError as error:

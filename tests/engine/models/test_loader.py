@@ -261,7 +261,7 @@ def test_a_reload_that_fails_half_way_ends_the_engine(folder: Path, monkeypatch:
 
     monkeypatch.setattr(Weight, "replace_values", fail_half_way)
     with LLM(str(folder), max_model_len=64, num_gpu_blocks_override=8) as llm:
-        assembled = SimpleNamespace(core=llm._core, executor=llm._engine.executor, publisher=None)
+        assembled = SimpleNamespace(core=llm._core, model=llm._engine.model, publisher=None)
         loop = CoreLoop(assembled, SimpleNamespace())
         with pytest.raises(RunnerLostError, match=r"in part only: CUDA error: unspecified launch failure$"):
             loop._execute_call(CallCore(1, "reload"))
