@@ -154,6 +154,8 @@ class Cluster:
         self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
         self._link_end_s = math.inf
         """Time for which the end of the next transfer is scheduled."""
+        self._placement_by_prefill: dict[SimSequence, Placement] = {}
+        """Placements of requests with a prompt that a source computes now, by the sequence at the source."""
         self._source_hit_blocks_by_request: dict[int, int] = {}
         """Blocks of a prompt that were cached at the worker which computed it for another one, by request."""
 
@@ -172,10 +174,10 @@ class Cluster:
 
         An action is an arrival, a step's end or a router's tick. Each has a time, and the earliest is done next.
         """
-        for time_s, request in self.workload.iter_arrivals(self.config.speed):
-            self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
-            if request.previous_index is not None:
+            if request.previous_index is None:
+                self.schedule(request.arrival_s / self.config.speed, partial(self._arrive, request))
+            else:
                 self._followers_by_request.setdefault(request.previous_index, []).append(request)
         result, request_count = self.result, len(self.workload.requests)
         # There are always actions, as routers exchange messages for ever: the run ends with the last answer.
@@ -224,12 +226,13 @@ class Cluster:
         request = self.workload.requests[placement.request_index]
         full_blocks = request.block_ids[: request.full_block_count]
         sequence = SimSequence(replace(request, output_tokens=1, final_block_ids=full_blocks), self.now)
-        sequence.on_prefilled = partial(self._end_prefill_at_source, placement, source, sequence)
+        self._placement_by_prefill[sequence] = placement
         source.submit(sequence, self.now)
         self._schedule_wake(source)
 
-    def _end_prefill_at_source(self, placement: Placement, source: SimWorker, sequence: SimSequence) -> None:
+    def _end_prefill_at_source(self, source: SimWorker, sequence: SimSequence) -> None:
         """Move the KV that the worker lacks, because the source has computed the prompt, and submit the request."""
+        placement = self._placement_by_prefill.pop(sequence)
         request = self.workload.requests[placement.request_index]
         self._source_hit_blocks_by_request[request.index] = sequence.hit_blocks
         self._notify_router(request.index, lambda router: router.on_prefill_end(request, self.now))
@@ -303,13 +306,13 @@ class Cluster:
         step_result = worker.advance(self.now)
         self._schedule_wake(worker)
         for sequence in step_result.first_token_sequences:
-            if sequence.on_prefilled is None:
+            if sequence not in self._placement_by_prefill:
                 self._record_first_token(worker, sequence)
         for sequence in step_result.finished_sequences:
-            if sequence.on_prefilled is None:
-                self._record_finished(worker, sequence)
+            if sequence in self._placement_by_prefill:
+                self._end_prefill_at_source(worker, sequence)
             else:
-                sequence.on_prefilled()
+                self._record_finished(worker, sequence)
 
     def _record_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
         request_index = sequence.request.index

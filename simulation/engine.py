@@ -17,7 +17,6 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,8 +66,6 @@ class SimSequence:
     """Blocks of the prompt that were cached when the request was admitted first."""
     moved_tokens: int = 0
     """Tokens of the prompt with KV that came from the worker which computed them."""
-    on_prefilled: Callable[[], None] | None = None
-    """Called after the prefill if another worker computes the answer; the request is then not reported."""
     registered_blocks: int = 0
     """Leading blocks of the prompt that the cache has under their ids: cached, or computed to their end."""
     reserved_blocks: int = 0

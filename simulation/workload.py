@@ -5,7 +5,6 @@ A block id stands for a whole prefix: ids are equal only where all tokens before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TRACE_BLOCK_SIZE = 512
@@ -59,9 +58,3 @@ class Workload:
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.requests[0].block_size if self.requests else TRACE_BLOCK_SIZE
-
-    def iter_arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
-        """Yield (arrival time, request) of the requests that follow no other, `speed` times as fast as in the trace."""
-        for request in self.requests:
-            if request.previous_index is None:
-                yield request.arrival_s / speed, request
