@@ -211,7 +211,7 @@ class Exchange:
         """Cancel the attempt, as the client has left. If the client has the last event, the answer is complete."""
         head = self._response_head
         if head is not None and self._is_stream_complete(head):
-            self._record_completion(head, reusable=False)
+            self._proxy.complete(self.context, head.status)
         elif self._proxy.end(self.context, "client_gone"):
             self._proxy.abort(self.context)
 
@@ -433,27 +433,10 @@ class Exchange:
         """End the exchange, as the client has the whole content. `reusable`: the connection to the worker."""
         if self._adds_chunks:
             self.client.write(LAST_CHUNK)
-        if self._record_completion(head, reusable=reusable):
+        self._release_connection(reusable=reusable)
+        if self._proxy.complete(self.context, head.status):
             has_body_ended = self._adds_chunks or head.body.is_complete
             self.client.finish(keep_alive=has_body_ended and self._keeps_alive(head))
-
-    def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
-        """Record that the client has the complete answer, and release the connection to the worker.
-
-        Return False if the request had ended before, as when its client left. `reusable`: whether the connection can
-        carry further requests.
-        """
-        proxy, context = self._proxy, self.context
-        self._release_connection(reusable=reusable)
-        context.read_usage()
-        if not proxy.end(context, f"status_{head.status}"):
-            return False
-        if context.is_streaming:
-            proxy.core.record_progress(context.request_id, context.progress.read_count)
-        # The usage of a continued answer counts the work of both workers, so it is no measure of the last worker.
-        is_continued = context.continuation is not None and context.continuation.is_continued
-        proxy.finish(context, None if is_continued else context.usage, is_error=head.status >= 400)
-        return True
 
     def _release_connection(self, *, reusable: bool) -> None:
         """Keep the connection to the worker for other requests if it is `reusable`, else close it."""

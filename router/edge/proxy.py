@@ -21,7 +21,6 @@ from router.decide.messages import (
     Forward,
     Instruction,
     Refuse,
-    ReportedUsage,
     RouteRequest,
     Transfer,
     WorkerLost,
@@ -213,9 +212,21 @@ class Proxy:
         """Report that the first token of a stream came."""
         self.perform(self.core.record_first_token(context.request_id, now))
 
-    def finish(self, context: RequestContext, usage: ReportedUsage | None, *, is_error: bool) -> None:
-        """Report that the client has the complete answer."""
-        self.perform(self.core.finish_request(context.request_id, usage, self.now(), is_error=is_error))
+    def complete(self, context: RequestContext, status: int) -> bool:
+        """End a request of which the client has the complete answer, and report to the core what the worker has done.
+
+        Return False if the request had ended before, as when its client left. `status`: of the answer.
+        """
+        context.read_usage()
+        if not self.end(context, f"status_{status}"):
+            return False
+        if context.is_streaming:
+            self.core.record_progress(context.request_id, context.progress.read_count)
+        # The usage of a continued answer counts the work of both workers, so it is no measure of the last worker.
+        is_continued = context.continuation is not None and context.continuation.is_continued
+        usage = None if is_continued else context.usage
+        self.perform(self.core.finish_request(context.request_id, usage, self.now(), is_error=status >= 400))
+        return True
 
     def abort(self, context: RequestContext) -> None:
         """Report that no client waits for the request any more."""

@@ -195,13 +195,7 @@ class PickExchange(Exchange):
 
     def response_ended(self) -> None:
         """Record the end of the answer."""
-        proxy, context = self._proxy, self.context
-        context.read_usage()
-        if not proxy.end(context, f"status_{self._status}"):
-            return
-        if context.is_streaming and self.client.stream.sees_response_body:
-            proxy.core.record_progress(context.request_id, context.progress.read_count)
-        proxy.finish(context, context.usage, is_error=self._status >= 400)
+        self._proxy.complete(self.context, self._status)
 
     def on_client_gone(self) -> None:
         """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
