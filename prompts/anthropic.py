@@ -7,6 +7,7 @@ chat template: where system messages may stand, and how thinking is disabled.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -30,6 +31,7 @@ from prompts.schemas import (
     TopK,
     TopP,
     decode_json,
+    make_function_tool,
 )
 
 BLOCK_TYPES = (
@@ -324,33 +326,47 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
 
     With `merges_system`, all system texts form the first message. Raises RequestError if no message says anything.
     """
-    system_text = request.system or ""
-    if not isinstance(system_text, str):
-        system_text = _join_system_texts(system_text)
+    turns = request.messages
+    system_text = request.system if isinstance(request.system, str) else _join_system_texts(request.system or [])
     if merges_system:
-        system_text += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
+        system_text += "".join(_join_system_texts(turn.content) for turn in turns if turn.role == "system")
+        turns = [turn for turn in turns if turn.role != "system"]
     messages: list[Message] = [{"role": "system", "content": system_text}] if system_text else []
-    messages += convert_turns(request.messages, skips_system=merges_system)
+    messages += chain.from_iterable(map(convert_turn, turns))
     if not messages:
         raise field_error("messages", "none of them says anything, expected a text, a call or a result")
     return messages
 
 
-def convert_turns(turns: list[MessageTurn], *, skips_system: bool) -> list[Message]:
-    """Convert messages in Anthropic's format to messages of an OpenAI chat; each may become several, or none.
+def convert_turn(turn: MessageTurn) -> list[Message]:
+    """Convert a message in Anthropic's format to messages of an OpenAI chat: one, several or none.
 
-    With `skips_system`, system messages are left out.
+    There is one or more for each result of a tool, then one for all other blocks.
     """
+    if turn.role == "system":
+        system_text = _join_system_texts(turn.content)
+        return [{"role": "system", "content": system_text}] if system_text else []
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
     messages: list[Message] = []
-    for turn in turns:
-        if turn.role == "system":
-            text = "" if skips_system else _join_system_texts(turn.content)
-            if text:
-                messages.append({"role": "system", "content": text})
-        elif isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
-        else:
-            _add_turn(messages, turn.role, turn.content)
+    if turn.role == "user":
+        for block in turn.content:
+            if block.type == "tool_result":
+                messages += _convert_tool_result(block)
+    message: Message = {"role": turn.role}
+    thoughts = [block.thinking for block in turn.content if block.type == "thinking" and block.thinking is not None]
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    tool_calls = [_convert_call(block) for block in turn.content if block.type == "tool_use"]
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    converted_blocks = [_convert_content_block(turn.role, block) for block in turn.content]
+    content_parts = [part for part in converted_blocks if part is not None]
+    if content_parts:
+        is_one_text = len(content_parts) == 1 and content_parts[0]["type"] == "text"
+        message["content"] = content_parts[0]["text"] if is_one_text else content_parts
+    if turn.role == "assistant" or content_parts:
+        messages.append(message)
     return messages
 
 
@@ -362,30 +378,7 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
     return "".join(text for text in texts if not text.startswith(BILLING_LINE))
 
 
-def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
-    """Append the chat messages for one message: those of each result of a tool, then one for all other blocks."""
-    if role == "user":
-        for block in blocks:
-            if block.type == "tool_result":
-                _add_tool_result(messages, block)
-    message: Message = {"role": role}
-    reasoning_texts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking is not None]
-    if reasoning_texts:
-        message["reasoning"] = "".join(reasoning_texts)
-    tool_calls = [_convert_call(block) for block in blocks if block.type == "tool_use"]
-    if tool_calls:
-        message["tool_calls"] = tool_calls
-    converted_blocks = [_convert_content_block(role, block) for block in blocks]
-    content_parts = [part for part in converted_blocks if part is not None]
-    if content_parts:
-        is_one_text = len(content_parts) == 1 and content_parts[0]["type"] == "text"
-        message["content"] = content_parts[0]["text"] if is_one_text else content_parts
-    if role == "assistant" or content_parts:
-        messages.append(message)
-
-
 def _convert_call(block: MessageBlock) -> Message:
-    """Return a block `tool_use` as chats have calls."""
     function = {"name": block.name or "", "arguments": block.input or {}}
     return {"id": block.id or "", "type": "function", "function": function}
 
@@ -403,8 +396,8 @@ def _convert_content_block(role: str, block: MessageBlock) -> Message | None:
     return None
 
 
-def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
-    """Append the chat messages for the result of a tool: its text, then its images, then references to other tools.
+def _convert_tool_result(block: MessageBlock) -> list[Message]:
+    """Return the chat messages for the result of a tool: its text, then its images, then references to other tools.
 
     The images are in a message of the user, because chat templates expect none in a message of a tool.
     """
@@ -416,11 +409,12 @@ def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
 
     tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
     text = block.content if isinstance(block.content, str) else "\n".join(texts)
-    messages.append({**tool_message, "content": text})
+    messages: list[Message] = [{**tool_message, "content": text}]
     if media_parts:
         messages.append({"role": "user", "content": media_parts})
     if reference_parts:
         messages.append({**tool_message, "content": reference_parts})
+    return messages
 
 
 def _convert_result_block(block: dict[str, Any]) -> Message | None:
@@ -483,7 +477,6 @@ def _read_tool_definition(definition: Any) -> MessagesTool:
 
 
 def _get_changed_tool_name(change: dict[str, Any]) -> Any:
-    """Return the name of the tool that a block adds or removes."""
     definition = change.get("definition")
     return definition.get("name") if isinstance(definition, dict) else change.get("name")
 
@@ -491,11 +484,7 @@ def _get_changed_tool_name(change: dict[str, Any]) -> Any:
 def _convert_function(tool: MessagesTool) -> Message:
     assert tool.input_schema is not None
     schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
-    function: Message = {"name": tool.name, "description": tool.description, "parameters": schema}
-    for name in ("strict", "defer_loading"):
-        if getattr(tool, name) is not None:
-            function[name] = getattr(tool, name)
-    return {"type": "function", "function": function}
+    return make_function_tool(tool.name, tool.description, schema, strict=tool.strict, defer_loading=tool.defer_loading)
 
 
 def _choose_reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> str | None:

@@ -73,7 +73,6 @@ def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
 
 
 def _convert_messages(template: ChatTemplate, request: ChatPrompt) -> list[Message]:
-    """Return the messages of a chat as its template gets them."""
     has_tools = request.tools is not None
     content_format = template.find_content_format(has_tools=has_tools)
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
@@ -173,18 +172,16 @@ def _is_list_of_texts(content: Any) -> TypeGuard[list[Any]]:
 def _convert_content(content: Any, content_format: ContentFormat) -> str | list[Message]:
     if isinstance(content, str):
         return content if content_format == "string" else [{"type": "text", "text": content}]
-    texts = [_read_part_text(part) for part in content] if isinstance(content, list) else []
+    parts = content if isinstance(content, list) else []
     if content_format == "parts":
-        return [
-            {"type": "tool_reference", "name": text} if _is_tool_reference(part) else {"type": "text", "text": text}
-            for part, text in zip(content if texts else (), texts)
-        ]
-    return "\n".join(text for text in texts if text)
+        return list(map(_convert_part, parts))
+    return "\n".join(filter(None, map(_read_part_text, parts)))
 
 
-def _is_tool_reference(part: Any) -> bool:
-    """Whether a part refers to a tool, which templates with tools that are loaded later look up."""
-    return isinstance(part, dict) and part.get("type") == "tool_reference"
+def _convert_part(part: Any) -> Message:
+    if isinstance(part, dict) and part.get("type") == "tool_reference":  # templates look the tool up
+        return {"type": "tool_reference", "name": _read_part_text(part)}
+    return {"type": "text", "text": _read_part_text(part)}
 
 
 def _read_part_text(part: Any) -> str:

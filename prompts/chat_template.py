@@ -27,7 +27,6 @@ Message = dict[str, Any]
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_REASONING_NAMES = frozenset(_REASONING_FIELDS)
 TEMPLATE_CHARS_MAX = 1 << 18
 """Longest template; the longest known one has 20,000 characters."""
 TRIAL_S_MAX = 0.1
@@ -215,8 +214,6 @@ class ChatTemplate:
 
 def _add_reasoning_names(message: Message) -> Message:
     """Give reasoning under all three names that templates read; a missing name gets the text of the first present."""
-    if _REASONING_NAMES.isdisjoint(message):
-        return message
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
     if reasoning is None:
         return message

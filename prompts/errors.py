@@ -6,6 +6,7 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, or, und
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 _OPENAI_TYPE_BY_STATUS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -87,9 +88,8 @@ def bad_value(param: str, value: object, expectation: str) -> RequestError:
 
 def format_value(value: object) -> str:
     """Return a short text of a JSON value for an error message."""
-    json_literals = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
-        return json_literals[value]
+        return json.dumps(value)
     if isinstance(value, dict):
         return f"an object with {len(value)} keys"
     if isinstance(value, list):

@@ -24,6 +24,7 @@ from prompts.schemas import (
     SharedRequest,
     check_part,
     decode_json,
+    make_function_tool,
 )
 
 Item = dict[str, Any]
@@ -80,7 +81,6 @@ class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
     conversation: Any = None
     # Fields that vLLM adds
     chat_template_kwargs: dict[str, Any] | None = None
-    previous_input_messages: Any = None
 
 
 _CHAT_FIELDS = (*SharedRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
@@ -153,10 +153,13 @@ class ClientTool(Struct, frozen=True):
 
 def make_client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
     """Return the tools that the client runs, by the names that a model is shown."""
-    return {
-        _make_flat_name(namespace, tool["name"]): _make_client_tool(tool, namespace)
-        for namespace, tool in _iter_client_tools(tools or [])
-    }
+    client_tools: dict[str, ClientTool] = {}
+    for namespace, tool in _iter_client_tools(tools or []):
+        grammar = tool["format"] if _has_grammar(tool) else {}
+        client_tools[_make_flat_name(namespace, tool["name"])] = ClientTool(
+            tool["name"], namespace, tool["type"] == "custom", grammar.get("syntax"), grammar.get("definition", "")
+        )
+    return client_tools
 
 
 def _iter_client_tools(tools: list[Item]) -> Iterator[tuple[str | None, Item]]:
@@ -167,12 +170,6 @@ def _iter_client_tools(tools: list[Item]) -> Iterator[tuple[str | None, Item]]:
         for inner_tool in tool["tools"] if is_namespace else [tool]:
             if inner_tool["type"] in ("function", "custom"):
                 yield namespace, inner_tool
-
-
-def _make_client_tool(tool: Item, namespace: str | None) -> ClientTool:
-    grammar = tool["format"] if _has_grammar(tool) else {}
-    is_custom = tool["type"] == "custom"
-    return ClientTool(tool["name"], namespace, is_custom, grammar.get("syntax"), grammar.get("definition", ""))
 
 
 def _make_flat_name(namespace: Any, name: Any) -> Any:
@@ -470,11 +467,8 @@ def _convert_tools(tools: list[Item]) -> list[Message]:
     for namespace, tool in _iter_client_tools(tools):
         parameters = CUSTOM_TOOL_SCHEMA if tool["type"] == "custom" else tool.get("parameters")
         name = _make_flat_name(namespace, tool["name"])
-        function = {"name": name, "description": tool.get("description"), "parameters": parameters}
-        for field in ("strict", "defer_loading"):
-            if tool.get(field) is not None:
-                function[field] = tool[field]
-        chat_tools.append({"type": "function", "function": function})
+        options = {option: tool.get(option) for option in ("strict", "defer_loading")}
+        chat_tools.append(make_function_tool(name, tool.get("description"), parameters, **options))
     return chat_tools
 
 

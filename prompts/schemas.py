@@ -23,6 +23,7 @@ _ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(?P<half>\\u[dD][89a-fA-
 """Escapes in JSON; the group `half` is half of a surrogate pair without the other half."""
 _ESCAPES_SEARCHED_MAX = 1_000_000
 _LIST_INDEX = re.compile(r"\[[^\[\]]*\]")
+_PATH_STEP = re.compile(r"\[(?P<index>[^\]]*)\]|(?P<name>[^.\[]+)")
 
 # What a client may ask. Each of these numbers has two ends and each text a longest length, so that none can overflow,
 # or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids, the context)
@@ -60,6 +61,13 @@ MEDIA_PARTS = frozenset(
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
               "tool_reference": "name"}  # fmt: skip
 """Part type -> the field that holds its text."""
+
+
+def make_function_tool(name: str, description: Any, parameters: Any, **options: Any) -> Message:
+    """Return a tool as chats have it, with the `options` that are not None, such as `strict`."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    function |= {option: value for option, value in options.items() if value is not None}
+    return {"type": "function", "function": function}
 
 
 def is_media(part: Message) -> bool:
@@ -359,18 +367,10 @@ def _find_value(data: bytes, field: str) -> Json | UnsetType:
     """
     try:
         value: Json = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        for step in _PATH_STEP.finditer(field):
+            value = value[int(step["index"]) if step["name"] is None else step["name"]]
+    except (LookupError, TypeError, ValueError, RecursionError):  # msgspec writes `[...]` for a key of an object
         return UNSET
-    for part in field.replace("[", ".[").split("."):
-        if part.startswith("["):
-            index = part[1:-1]
-            if not isinstance(value, list) or not index.isdigit():  # msgspec writes `[...]` for a key of an object
-                return UNSET
-            value = value[int(index)]
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
-            return UNSET
     return value
 
 
@@ -434,25 +434,23 @@ def _check_tool(param: str, tool: Message) -> None:
 
 def _check_prompt(prompt: Json) -> None:
     """Raise RequestError unless a prompt is a text, a list of texts, a list of token ids, or a list of such lists."""
-    forms = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
     if isinstance(prompt, str):
         return
-    if not isinstance(prompt, list):
-        raise bad_value("prompt", prompt, forms)
-    if not prompt:
-        raise bad_value("prompt", prompt, f"{forms}, not empty")
-    first = prompt[0]
-    if not isinstance(first, (str, list)):
-        _check_token_ids("prompt", prompt)
-        return
-    for index, item in enumerate(prompt):
-        if isinstance(first, str):
+    if not isinstance(prompt, list) or not prompt:
+        forms = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
+        raise bad_value("prompt", prompt, f"{forms}, not empty" if prompt == [] else forms)
+    if isinstance(prompt[0], str):
+        for index, item in enumerate(prompt):
             if not isinstance(item, str):
                 raise bad_value(f"prompt[{index}]", item, "a string, as the first item is one")
-            continue
-        if not isinstance(item, list) or not item:
-            raise bad_value(f"prompt[{index}]", item, "a non-empty array of token ids, as the first item is an array")
-        _check_token_ids(f"prompt[{index}]", item)
+    elif isinstance(prompt[0], list):
+        expectation = "a non-empty array of token ids, as the first item is an array"
+        for index, item in enumerate(prompt):
+            if not isinstance(item, list) or not item:
+                raise bad_value(f"prompt[{index}]", item, expectation)
+            _check_token_ids(f"prompt[{index}]", item)
+    else:
+        _check_token_ids("prompt", prompt)
 
 
 def _check_token_ids(param: str, ids: list[Json]) -> None:

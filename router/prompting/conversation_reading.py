@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import msgspec
 
-from prompts.anthropic import MessagesRequest, convert_turns, depends_on_template
+from prompts.anthropic import MessagesRequest, convert_turn, depends_on_template
 from prompts.routing import RoutingRequest, raw_fields_decoder
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
@@ -172,7 +172,7 @@ def _count_chat_messages(request: RoutingRequest, trailing_count: int) -> int:
     A message of Anthropic's API may become several, or none.
     """
     if isinstance(request.source, MessagesRequest):
-        return len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
+        return sum(len(convert_turn(turn)) for turn in request.source.messages[-trailing_count:])
     return trailing_count
 
 
