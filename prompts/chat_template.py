@@ -179,15 +179,17 @@ class ChatTemplate:
         return _add_reasoning_names({name: value for name, value in message.items() if value is not None})
 
     def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
-        """Render a chat up to the end of the content of its last message, which the model is to continue."""
-        tagged_messages = list(context["messages"])
-        final_message = tagged_messages[-1]
+        """Render a chat up to the end of the content of its last message, which the model is to continue.
+
+        The message is rendered with a tag after its text. What the template writes after the tag is cut off.
+        """
+        *earlier_messages, final_message = context["messages"]
         has_calls = bool(final_message.get("tool_calls"))
         if has_calls:
             without_calls = {name: value for name, value in final_message.items() if name != "tool_calls"}
-            tagged_messages[-1] = {**without_calls, "content": final_message.get("content") or ""}
-        final_text = _tag_final_message(tagged_messages, template.source)
-        tagged_text = self._render(template, {**context, "messages": tagged_messages})
+            final_message = {**without_calls, "content": final_message.get("content") or ""}
+        tagged_message, final_text = _tag_message(final_message, template.source)
+        tagged_text = self._render(template, {**context, "messages": [*earlier_messages, tagged_message]})
         if not has_calls:
             return _cut_at_tag(tagged_text, final_text)
         return _remove_turn_ending(self._render(template, context), _get_text_after_tag(tagged_text))
@@ -220,33 +222,21 @@ def _add_reasoning_names(message: Message) -> Message:
     return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _tag_final_message(messages: list[Message], template_source: str) -> str:
-    """Put a tag after the text of the last message, which the model is to continue, and return the text without it.
-
-    The tag shows where the text ends in the rendered prompt, so that what the template writes after it can be cut off.
-    The last message in the list is replaced by a tagged copy. Raises RequestError if it has no text to continue.
-    """
-    final_message = messages[-1]
-    content = final_message.get("content")
+def _tag_message(message: Message, template_source: str) -> tuple[Message, str]:
+    """Return a message with a tag after its last text, and that text. Raises RequestError if it has no text."""
+    content = message.get("content")
     if content is None:
         raise field_error("continue_final_message", 'the last message has no "content" to continue')
     if "content" not in template_source:
         raise field_error("continue_final_message", 'the chat template does not read "content"')
     if isinstance(content, str):
-        messages[-1] = {**final_message, "content": content + _CONTINUE_TAG}
-        return content
-    tagged_parts, text = _tag_last_text_part(content if isinstance(content, list) else [])
-    messages[-1] = {**final_message, "content": tagged_parts}
-    return text
-
-
-def _tag_last_text_part(parts: list[Any]) -> tuple[list[Any], str]:
-    """Return the parts of a content with a tag after the last text, and that text. Raises RequestError without one."""
+        return {**message, "content": content + _CONTINUE_TAG}, content
+    parts = content if isinstance(content, list) else []
     for index in reversed(range(len(parts))):
-        part = parts[index]
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
-            return [*parts[:index], tagged_part, *parts[index + 1 :]], part["text"]
+        text = parts[index].get("text") if isinstance(parts[index], dict) else None
+        if isinstance(text, str):
+            tagged_part = {**parts[index], "text": text + _CONTINUE_TAG}
+            return {**message, "content": [*parts[:index], tagged_part, *parts[index + 1 :]]}, text
     raise field_error("continue_final_message", "the last message has no text to continue")
 
 

@@ -239,7 +239,9 @@ def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict
 
     # Tokens as objects with flags come first: if a special token is listed twice, these flags count.
     tokens = [_make_added_token(value, special=False) for value in _list_token_objects(config, folder)]
-    for value in (*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)):
+    extra = token_settings.get("additional_special_tokens") or token_settings.get("extra_special_tokens") or ()
+    unnamed_values = extra.values() if isinstance(extra, dict) else extra
+    for value in (*(token_settings[name] for name in named_tokens), *unnamed_values):
         if _read_token_text(value) is not None:
             tokens.append(_make_added_token(value, special=True))
 
@@ -265,12 +267,6 @@ def _list_token_objects(config: dict[str, Any], folder: Path) -> list[Any]:
     return [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
 
 
-def _list_extra_tokens(token_settings: dict[str, Any]) -> list[Any]:
-    """Return the special tokens without a name, which newer configs hold in an object."""
-    tokens = token_settings.get("additional_special_tokens") or token_settings.get("extra_special_tokens") or []
-    return list(tokens.values()) if isinstance(tokens, dict) else tokens
-
-
 def _load_template(
     folder: Path, config: dict[str, Any], override: str | None, named_tokens: dict[str, str]
 ) -> ChatTemplate | None:
@@ -282,16 +278,16 @@ def _load_template(
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
 
-    template_by_name = {path.stem: _read_text(path) for path in _list_named_templates(folder)}
+    templates: Any = {path.stem: _read_text(path) for path in _list_named_templates(folder)}
     if (folder / "chat_template.jinja").is_file():
-        template_by_name["default"] = _read_text(folder / "chat_template.jinja")
-    if template_by_name:
-        return ChatTemplate(template_by_name, named_tokens)
-
-    templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+        templates["default"] = _read_text(folder / "chat_template.jinja")
+    if not templates:
+        templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if templates is None:
         return None
-    if _is_list_of_named_templates(templates):
+    if isinstance(templates, list) and all(
+        isinstance(item, dict) and {"name", "template"} <= set(item) for item in templates
+    ):
         templates = {item["name"]: item["template"] for item in templates}
     if not isinstance(templates, (str, dict)):
         raise TokenizerError(
@@ -303,13 +299,6 @@ def _load_template(
 def _list_named_templates(folder: Path) -> list[Path]:
     """Return the files of a checkpoint's chat templates besides the default one."""
     return sorted((folder / "additional_chat_templates").glob("*.jinja"))
-
-
-def _is_list_of_named_templates(templates: Any) -> bool:
-    """Return whether templates have the form [{"name": "tool_use", "template": "..."}, ...]."""
-    return isinstance(templates, list) and all(
-        isinstance(item, dict) and {"name", "template"} <= set(item) for item in templates
-    )
 
 
 def _read_override(override: str) -> str:
