@@ -35,7 +35,7 @@ from events.frames import (
     pack_seq,
     parse_replay_request,
 )
-from events.replay import Reply, SeqAndPayload, iter_replay, iter_snapshot
+from events.replay_replies import Reply, SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
 from events.types import DecodeError, Event, EventBatch, InvariantError

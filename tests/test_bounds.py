@@ -37,7 +37,7 @@ ELSEWHERE = {
     "events/frames.py:MAX_REQUEST_BYTES": "of who follows an engine: its connection ends",
     "router/fleet/worker_responses.py:METRICS_READ_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
-    "router/fleet/member.py:REASON_CHARS_MAX": "of a reason that is shown",
+    "router/fleet/worker_monitor.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/commands/check.py:MAX_ANSWER_BYTES": "of a command that ends with it",
     "router/commands/top.py:MAX_ANSWER_BYTES": "of a command that ends with it",
     "router/prompting/conversation_reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",

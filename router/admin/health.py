@@ -10,7 +10,7 @@ import msgspec
 from router.decide.core import RouterCore
 from router.decide.workers import CacheView, WorkerState
 from router.fleet.index_feed import IndexFeed
-from router.fleet.members import Fleet
+from router.fleet.membership import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 

@@ -14,7 +14,7 @@ from router.decide.registry import CoreSnapshot
 from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, Worker, WorkerState
 from router.edge.proxy import Proxy
 from router.fleet.index_feed import IndexFeed
-from router.fleet.members import Fleet
+from router.fleet.membership import Fleet
 from router.http.routes import CachedPage, Response, Routes
 from router.metrics import Metrics
 from router.miss_reasons.explanation import GROUPS

@@ -13,7 +13,7 @@ from prompts.errors import RequestError, bad_value
 from router.admin.json_body import decode_object
 from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, Worker, WorkerState, find_unusable_reason
 from router.edge.proxy import Proxy
-from router.fleet.members import Fleet
+from router.fleet.membership import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.index.protocol import IndexStats

@@ -27,12 +27,12 @@ from router.decide.workers import Worker, WorkerState
 from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.index_feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
-from router.fleet.member import FleetContext
-from router.fleet.members import Fleet
+from router.fleet.membership import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.prober import Prober
 from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_monitor import FleetContext
 from router.fleet.worker_tokenizers import WorkerTokenizers
 from router.host_names import HostNames
 from router.http.request import HttpRequest

@@ -30,7 +30,7 @@ from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
-from router.edge.rewrite import RANK_HEADER
+from router.edge.forwarded_heads import RANK_HEADER
 from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
 from router.fleet.worker_flag import WorkerFlag
 from router.http_client import FetchError, fetch, make_key_headers, open_session

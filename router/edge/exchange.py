@@ -20,11 +20,11 @@ from prompts.routing import API_KIND_BY_PATH
 from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer, TransferKind
 from router.edge.config import Timeouts
 from router.edge.continuation import build_continuation
+from router.edge.forwarded_heads import build_response_head
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import ResponseRedactor
-from router.edge.rewrite import Body, add_fields, build_response_head
 from router.edge.token_recorder import TokenRecorder
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
@@ -34,6 +34,7 @@ from router.http.connection import Client
 from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
 from router.metrics import TransferOutcome
+from router.prompting.body_fields import Body, add_fields
 
 
 class Exchange:

@@ -26,15 +26,16 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.edge.config import EdgeConfig, Timeouts
+from router.edge.forwarded_heads import build_request_head
 from router.edge.request_context import RequestContext, RequestSpan
 from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import build_key_pattern
-from router.edge.rewrite import Body, build_request_head
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.edge.worker_directory import WorkerDirectory
 from router.http.budget import BufferBudget
 from router.http.connection import Client, Responder
 from router.metrics import Metrics, TransferOutcome
+from router.prompting.body_fields import Body
 
 log = logging.getLogger("router")
 

@@ -22,8 +22,8 @@ from router.edge.routing_headers import ResolvedModel, RoutingHeaders, read_rout
 from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
+from router.prompting.body_fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
-from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
 from router.prompting.parsed_body import BodyToRead, ParsedBody, TokenizedPrompt
 from router.prompting.reader import PromptReader

@@ -1,6 +1,6 @@
 """Answers that the router itself gives: heads, and headers of errors. No I/O.
 
-Answers of workers are in router/edge/rewrite.py.
+Answers of workers are in router/edge/forwarded_heads.py.
 """
 
 from __future__ import annotations

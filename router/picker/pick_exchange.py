@@ -14,9 +14,9 @@ from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.config import Timeouts
+from router.edge.forwarded_heads import RANK_HEADER
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Exchange, Proxy
 from router.edge.request_context import RequestContext
-from router.edge.rewrite import RANK_HEADER
 from router.picker.ext_proc_stream import Choice
 from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Header
 from router.picker.picker_client import PickerClient

@@ -12,7 +12,7 @@ from email.message import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, make_routing_request
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
-from router.prompting.fields import FormSpans, make_duplicate_field_error
+from router.prompting.body_fields import FormSpans, make_duplicate_field_error
 
 _HEAD_END = b"\r\n\r\n"
 _LINE_END = b"\r\n"

@@ -10,6 +10,7 @@ import msgspec
 
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
+from router.prompting.body_fields import FieldSpans
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -21,7 +22,6 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
-from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
 from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message

@@ -21,11 +21,11 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import ID_TYPE, Checkpoint, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
+from router.prompting.body_fields import locate_fields
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import is_cacheable
 from router.prompting.encode import is_within_bounds, read_large_request
-from router.prompting.fields import locate_fields
 from router.prompting.media import read_media
 from router.prompting.parsed_body import BodyToRead, ParsedBody, TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message, digest_opening

@@ -34,7 +34,7 @@ from events import (
     decode_batch,
     encode_batch,
 )
-from events.replay import SeqAndPayload, iter_replay, iter_snapshot
+from events.replay_replies import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet, make_snapshot_events
 
 BLOCK = 2
@@ -117,7 +117,7 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
     replayed_messages = list(iter_replay(batches, 0))
     assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
-    with patch("events.replay.BLOCKS_PER_SNAPSHOT_CHUNK", chunk):
+    with patch("events.replay_replies.BLOCKS_PER_SNAPSHOT_CHUNK", chunk):
         snapshot = list(iter_snapshot(shadow.list_blocks(), batches[-1] if batches else None, 0, 0.0))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from events import publisher as publisher_module
-from events import replay
+from events import replay_replies
 from events.config import KVEventsConfig
 from events.frames import SNAPSHOT_SEQ
 from events.publisher import EventPublisher
@@ -17,11 +17,11 @@ from events.types import BlockStored
 
 def test_a_reply_is_not_queued_far_ahead_of_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 messages were queued, and 500 read before the next: a reader that took 30 s for those lost its reply."""
-    monkeypatch.setattr(replay, "BLOCKS_PER_SNAPSHOT_CHUNK", 1)
+    monkeypatch.setattr(replay_replies, "BLOCKS_PER_SNAPSHOT_CHUNK", 1)
     sent_count = 0
-    advance = replay.Reply.advance
+    advance = replay_replies.Reply.advance
 
-    def count_and_advance(reply: replay.Reply, now: float) -> None:
+    def count_and_advance(reply: replay_replies.Reply, now: float) -> None:
         nonlocal sent_count
         sent_count += 1
         advance(reply, now)

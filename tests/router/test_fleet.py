@@ -31,24 +31,24 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
-from router.fleet import members, retries, worker_lists
+from router.fleet import membership, retries, worker_lists
 from router.fleet.config import FleetConfig
 from router.fleet.fact_queue import EngineRestarted
 from router.fleet.index_feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
-from router.fleet.member import (
-    BLOCKS_FACTOR,
-    BLOCKS_MAX_DEFAULT,
-    BLOCKS_MIN,
-    FleetContext,
-    Member,
-    compute_max_blocks,
-)  # fmt: skip
-from router.fleet.members import Fleet
+from router.fleet.membership import Fleet
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.prober import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.retries import double_pause, run_forever
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
+from router.fleet.worker_monitor import (
+    BLOCKS_FACTOR,
+    BLOCKS_MAX_DEFAULT,
+    BLOCKS_MIN,
+    FleetContext,
+    WorkerMonitor,
+    compute_max_blocks,
+)  # fmt: skip
 from router.fleet.worker_responses import ModelList
 from router.fleet.worker_tokenizers import WorkerTokenizers, find_checkpoints
 from router.host_names import HostNames
@@ -156,13 +156,13 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
             DeadWorkerProber(*connect_errors, "/v1/models answers 503", "/v1/models answers 503"),
             FleetConfig(starting_s=0.5, starting_s_max=5.0),
         )
-        member = Member(parse_worker_flag("http://h:1"), "operator", fleet._context)
-        fleet._members["h:1"] = member
+        monitor = WorkerMonitor(parse_worker_flag("http://h:1"), "operator", fleet._context)
+        fleet._monitors["h:1"] = monitor
         assert fleet.list_starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
         for _ in range(8):
-            assert not await member.probe_and_register()
-            pauses.append(member.poll_times.starting_pause_s)
+            assert not await monitor.probe_and_register()
+            pauses.append(monitor.poll_times.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
         assert fleet.list_starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
 
@@ -175,14 +175,14 @@ def test_a_worker_that_is_removed_while_it_is_probed_leaves_nothing(tmp_path: Pa
 
     class LateProber:
         async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
-            del fleet._members["h:1"]
+            del fleet._monitors["h:1"]
             return WorkerFacts(spec, (), roots={"m": str(tmp_path)})
 
     fleet = fleet_of(LateProber())
 
     async def run() -> None:
-        member = fleet._members["h:1"] = Member(parse_worker_flag("http://h:1"), "operator", fleet._context)
-        assert not await member.probe_and_register()
+        monitor = fleet._monitors["h:1"] = WorkerMonitor(parse_worker_flag("http://h:1"), "operator", fleet._context)
+        assert not await monitor.probe_and_register()
         assert fleet._context.tokenizers._checkpoints == {}
 
     asyncio.run(run())
@@ -536,11 +536,11 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         now = asyncio.get_running_loop().time
         fleet: Any = make_fleet(core, prober, feed, prompts, FleetConfig(), now=now)
         name = fleet.add({"url": "http://a:1"})
-        member = fleet._members[name]
-        member.cancel()
+        monitor = fleet._monitors[name]
+        monitor.cancel()
         for streams in (3, 3, 2):
             prober.streams = streams
-            assert await member.probe_and_register()
+            assert await monitor.probe_and_register()
         assert [count for count, _ in follow_calls] == [0, 2]
         assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
@@ -661,7 +661,7 @@ def test_a_worker_is_checked_while_another_router_does_not_answer() -> None:
 
 
 def test_a_worker_joins_although_another_router_does_not_answer(monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.fleet.member.JOIN_SNAPSHOTS_S_MAX", 0.05)
+    monkeypatch.setattr("router.fleet.worker_monitor.JOIN_SNAPSHOTS_S_MAX", 0.05)
 
     async def fetch_snapshots(*_: object, **__: object) -> None:
         await asyncio.sleep(3600.0)
@@ -683,7 +683,7 @@ def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> No
             del page.answers["/health"]
             await page.wait_for_requests("/v1/models", 8)
             assert core.workers[name].is_down
-            assert fleet._members[name].problem == "/v1/models answers 500"
+            assert fleet._monitors[name].problem == "/v1/models answers 500"
             page.status = 200
             await wait_until(lambda: core.workers[name].state is WorkerState.UP)
 
@@ -726,7 +726,7 @@ def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(m
 
             fleet._context.prober.check_health = fail_once  # type: ignore[method-assign]
             fleet.check_soon(name)
-            await wait_until(lambda: "OverflowError" in fleet._members[name].problem)
+            await wait_until(lambda: "OverflowError" in fleet._monitors[name].problem)
             await asyncio.sleep(0.1)
             assert page.request_counts["/v1/models"] < 5
             fleet.check_soon(name)
@@ -785,7 +785,7 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: get_folder() == str(folders["old"]))
                 old_tokenizer = tokenizers.get("base")
-                facts = fleet._members[name].facts
+                facts = fleet._monitors[name].facts
                 assert facts is not None
                 spec = dataclasses.replace(facts.spec, worker_id="second", url="http://second:1")
                 core.add_worker(spec, 0.0, is_up=True)
@@ -859,12 +859,12 @@ def test_a_tokenizer_is_kept_while_the_worker_has_neither_it_nor_the_files_of_to
                 )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
                 await wait_until(lambda: tokenizers.get("base") is not None)
-                old_tokenizer, member = tokenizers.get("base"), fleet._members[name]
+                old_tokenizer, monitor = tokenizers.get("base"), fleet._monitors[name]
                 write_tokenizer(tmp_path, 2048, 4096)
                 between = find_checkpoint(str(tmp_path))
                 assert between is not None
                 write_tokenizer(tmp_path, 3072, 4096)
-                member.checkpoint_by_model = {"base": between}
+                monitor.checkpoint_by_model = {"base": between}
                 await page.wait_for_requests("/metrics", 3)
                 assert tokenizers.get("base") is old_tokenizer
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
@@ -977,7 +977,7 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
             assert core.resolve_model("later") is not None
             fleet.add({"url": "http://127.0.0.1:1"})
             assert await fleet.discover_model("nonsense") == 1, "it was never reached, and may serve it"
-            fleet._members["127.0.0.1:1"].configured_s -= 3600.0
+            fleet._monitors["127.0.0.1:1"].configured_s -= 3600.0
             assert await fleet.discover_model("nonsense") == 0, "it does not start any more: the name is a mistake"
             fleet.remove(name)
             assert await fleet.discover_model("base") == 1, "no worker was reached, so nobody knows the models"
@@ -992,11 +992,11 @@ def test_a_list_that_names_a_worker_again_has_it_checked_only_if_it_is_not_up() 
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            member = fleet._members[name]
-            fleet.watch(member.flag, origin="service vllm")
-            assert not member.wake.is_set()
+            monitor = fleet._monitors[name]
+            fleet.watch(monitor.flag, origin="service vllm")
+            assert not monitor.wake.is_set()
             core.mark_worker_down(name, 0.0, "a fault")
-            fleet.watch(member.flag, origin="service vllm")
+            fleet.watch(monitor.flag, origin="service vllm")
             await wait_until(lambda: core.workers[name].state is WorkerState.UP)
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -1027,8 +1027,8 @@ def test_a_list_that_was_not_read_yet_may_have_workers(monkeypatch: Any) -> None
             arguments[-1]({} if isinstance(arguments[0], KubernetesSource) else [])
             await asyncio.sleep(3600)
 
-        monkeypatch.setattr(members, "watch_kubernetes", watch)
-        monkeypatch.setattr(members, "watch_host_name", watch)
+        monkeypatch.setattr(membership, "watch_kubernetes", watch)
+        monkeypatch.setattr(membership, "watch_host_name", watch)
         for follow in (
             lambda fleet: fleet.follow_kubernetes(KubernetesSource.parse("vllm")),
             lambda fleet: fleet.follow_name(parse_worker_flag("http://engines:8000")),
@@ -1099,7 +1099,7 @@ def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
             update({f"10.0.{len(source.namespace or '')}.1:{source.port}": True})
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr("router.fleet.members.watch_kubernetes", watch_pods)
+    monkeypatch.setattr("router.fleet.membership.watch_kubernetes", watch_pods)
 
     async def run() -> None:
         monkeypatch.setattr(socket, "getaddrinfo", list_addresses)
@@ -1112,7 +1112,7 @@ def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
             fleet.follow_kubernetes(KubernetesSource.parse(f"ab/service/vllm:{port}"))
         fleet.follow_kubernetes(KubernetesSource.parse("abc/service/vllm:8000"))
         await asyncio.sleep(0.2)
-        assert len(fleet._members) == 6 + 3
+        assert len(fleet._monitors) == 6 + 3
         assert removed_ids == []
         await fleet.close()
 
@@ -1124,7 +1124,7 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
 
             def is_drained_if(ready: bool) -> bool:
                 fleet._apply_endpoints("service/vllm", {name: ready})
@@ -1152,7 +1152,7 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
 def test_a_pod_that_an_operator_takes_back_stays_so_until_its_readiness_changes() -> None:
     async def run() -> None:
         async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
             fleet._apply_endpoints("service/vllm", {name: False})
             fleet.drain(name, is_draining=False)
             fleet._apply_endpoints("service/vllm", {name: False, "10.0.0.2:8000": False})
@@ -1167,7 +1167,7 @@ def test_a_pod_that_an_operator_takes_back_stays_so_until_its_readiness_changes(
 def test_a_pod_of_two_lists_is_drained_while_one_of_them_says_that_it_is_not_ready() -> None:
     async def run() -> None:
         async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
             for origin in ("service/a", "pool/b"):
                 fleet._apply_endpoints(origin, {name: False})
             fleet._apply_endpoints("pool/b", {name: True})
@@ -1185,7 +1185,7 @@ def test_a_pod_that_an_operator_removed_is_drained_as_any_when_it_is_back() -> N
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
             fleet._apply_endpoints("service/vllm", {name: False})
             fleet.remove(name)
             fleet._apply_endpoints("service/vllm", {name: True})
@@ -1310,8 +1310,8 @@ def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             page.names = ["base", "tuned"]
-            member = fleet._members[name]
-            looking = asyncio.create_task(member.probe_and_register())
+            monitor = fleet._monitors[name]
+            looking = asyncio.create_task(monitor.probe_and_register())
             await asyncio.sleep(0)
             fleet.remove(name)
             assert not await looking

@@ -19,10 +19,10 @@ from router.decide.workers import WorkerSpec
 from router.fleet import peer_snapshots
 from router.fleet.config import FleetConfig
 from router.fleet.index_feed import SNAPSHOT_VERSION, PeerSnapshot
-from router.fleet.member import FleetContext, Member
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.prober import WorkerFacts
 from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_monitor import FleetContext, WorkerMonitor
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)
@@ -160,13 +160,13 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
         dummy = cast(Any, None)
         now_s, peers = (lambda: now[0]), cast(Any, incomplete_feed)
         context = FleetContext(dummy, dummy, cast(Any, incomplete_feed), dummy, peers, dummy, config, now_s)
-        member = Member(parse_worker_flag("http://h:1"), "operator", context)
-        member.facts = WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,))
+        monitor = WorkerMonitor(parse_worker_flag("http://h:1"), "operator", context)
+        monitor.facts = WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,))
         fetch_seconds = []
         for second in range(200):
             now[0] = float(second)
             before = incomplete_feed.fetch_count
-            await member.fetch_missing_snapshots()
+            await monitor.fetch_missing_snapshots()
             if incomplete_feed.fetch_count > before:
                 fetch_seconds.append(second)
         if answer is None:

@@ -17,7 +17,7 @@ from workers import ForeignWorker, OurWorker, Prompt, Worker, draw_prompt
 
 from events import Apply, Clear, Instruction, RequestReplay, RequestSnapshot, StreamConfig, StreamPhase, StreamState
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.replay import SeqAndPayload
+from events.replay_replies import SeqAndPayload
 from router.index.protocol import PrefixIndex, Scope
 
 MODEL = "model"

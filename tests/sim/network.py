@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from events import Event, EventBatch, encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.replay import SeqAndPayload, iter_replay, iter_snapshot
+from events.replay_replies import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 

@@ -16,13 +16,12 @@ from router.decide.messages import Decision, FailureKind
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import PrefillTimes
 from router.edge.response_progress import RESPONSES_PATH, find_usage
-from router.edge.rewrite import Body, add_fields
 from router.edge.transfers.dialects import Fields, Handover
 from router.edge.upstream import UpstreamConnection, is_local_error
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
-from router.prompting.fields import FieldSpans, apply_edits, locate_fields
+from router.prompting.body_fields import Body, FieldSpans, add_fields, apply_edits, locate_fields
 
 if TYPE_CHECKING:
     from router.edge.exchange import Exchange

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
+from router.prompting.body_fields import apply_edits, locate_fields
 from router.prompting.encode import read_large_request
-from router.prompting.fields import apply_edits, locate_fields
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
 

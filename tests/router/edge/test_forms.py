@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.http.body_pieces import PIECE_BYTES
-from router.prompting.fields import apply_edits
+from router.prompting.body_fields import apply_edits
 from router.prompting.forms import MAX_PARTS, MAX_VALUE_BYTES, read_form
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames

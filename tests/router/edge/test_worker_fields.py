@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.worker_fields import WORKER_FIELDS, WORKER_HEADERS
-from router.prompting.fields import apply_edits, locate_fields
+from router.prompting.body_fields import apply_edits, locate_fields
 
 REMOTE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [1, 2]}
 MESSAGES = [{"role": "user", "content": 'say "kv_transfer_params": {"a": 1}'}]

@@ -1,6 +1,6 @@
 """The workers of a router: added and removed at run time, by an operator or by lists that change.
 
-Each worker is a `Member`, which probes and checks it.
+Each worker is a `WorkerMonitor`, which probes and checks it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from options import ConfigError
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
-from router.fleet.member import FleetContext, Member
 from router.fleet.retries import run_forever
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
+from router.fleet.worker_monitor import FleetContext, WorkerMonitor
 from router.http_client import FetchError
 
 log = logging.getLogger("router")
@@ -42,7 +42,7 @@ class Fleet:
         self._context = context
         self._core = context.core
         self._feed = context.feed
-        self._members = context.members
+        self._monitors = context.monitors
         self._now = context.now
         self.failed_checks = context.failed_checks
         """Failed checks and probes by worker id, for `/metrics`."""
@@ -61,30 +61,30 @@ class Fleet:
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
         """Start to probe a worker that the list `origin` names. It replaces one with the same id and other settings."""
-        existing = self._members.get(flag.worker_id)
+        existing = self._monitors.get(flag.worker_id)
         if existing is not None and existing.flag == flag:
             existing.origins.add(origin)
             worker = self._core.workers.get(flag.worker_id)
             if worker is None or worker.is_down:
                 existing.wake.set()  # whoever names the worker expects it to be there
             return
-        member = Member(flag, origin, self._context)
+        monitor = WorkerMonitor(flag, origin, self._context)
         if existing is not None:
             existing.cancel()
             if existing.flag.url != flag.url:
                 self._context.tokenizers.remove_worker(existing.flag)
-            member.readiness = existing.readiness
-        self._members[flag.worker_id] = member
-        member.start()
+            monitor.readiness = existing.readiness
+        self._monitors[flag.worker_id] = monitor
+        monitor.start()
 
     def remove(self, worker_id: str) -> None:
         """Forget a worker, if it is there. Its running answers are not cut off."""
-        member = self._members.pop(worker_id, None)
-        if member is None:
+        monitor = self._monitors.pop(worker_id, None)
+        if monitor is None:
             return
-        member.cancel()
+        monitor.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._context.tokenizers.remove_worker(member.flag)
+        self._context.tokenizers.remove_worker(monitor.flag)
         self._feed.forget(worker_id)
         self._context.perform(self._core.remove_worker(worker_id, self._now()))
 
@@ -95,7 +95,7 @@ class Fleet:
         After a search there is a pause, because clients may ask for any name.
         """
         if self._discovery is None or self._discovery.done():
-            pause_s = max(DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members))
+            pause_s = max(DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._monitors))
             if self._now() - self._discovered_s >= pause_s:
                 self._discovery = self._context.background.start(self._poll_all_models())
         search = self._discovery
@@ -109,22 +109,22 @@ class Fleet:
     def _count_starting_workers(self) -> int:
         """Return how many workers may still be loading a model: new ones, or all while none was ever reached."""
         reached_workers = self._core.workers
-        unreached = [member for worker_id, member in self._members.items() if worker_id not in reached_workers]
+        unreached = [monitor for worker_id, monitor in self._monitors.items() if worker_id not in reached_workers]
         if not reached_workers:
             return len(unreached)
-        return sum(self._now() - member.configured_s <= STARTING_S_MAX for member in unreached)
+        return sum(self._now() - monitor.configured_s <= STARTING_S_MAX for monitor in unreached)
 
     def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""
-        if worker_id in self._members:
-            self._members[worker_id].readiness.is_drain_cause = False
+        if worker_id in self._monitors:
+            self._monitors[worker_id].readiness.is_drain_cause = False
         self._context.perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
         """Check a worker now, because a request to it failed or its event stream broke."""
-        member = self._members.get(worker_id)
-        if member is not None:
-            member.wake.set()
+        monitor = self._monitors.get(worker_id)
+        if monitor is not None:
+            monitor.wake.set()
 
     def apply_fact(self, fact: WorkerFact) -> None:
         """Pass on to the core what the event feed learned about a worker."""
@@ -136,8 +136,8 @@ class Fleet:
             case StreamLost(worker_id):
                 self.check_soon(worker_id)
             case EngineRestarted(worker_id):
-                if worker_id in self._members:
-                    self._members[worker_id].engine_restarts += 1
+                if worker_id in self._monitors:
+                    self._monitors[worker_id].engine_restarts += 1
 
     async def close(self) -> None:
         """End all tasks."""
@@ -145,30 +145,30 @@ class Fleet:
 
     def describe_events(self, worker_id: str) -> dict[str, Any]:
         """Return the state of a worker's event streams, for `/workers`."""
-        member = self._members.get(worker_id)
+        monitor = self._monitors.get(worker_id)
         details = self._feed.describe_streams(worker_id)
-        if member is not None and member.problem:
-            details["problem"] = member.problem
+        if monitor is not None and monitor.problem:
+            details["problem"] = monitor.problem
         return details
 
     def may_receive_api_key(self, worker_id: str) -> bool:
         """Return whether a worker may be sent the workers' API key."""
-        member = self._members.get(worker_id)
-        return member is not None and member.flag.sends_api_key
+        monitor = self._monitors.get(worker_id)
+        return monitor is not None and monitor.flag.sends_api_key
 
     def list_starting_reasons(self) -> dict[str, str]:
         """Return why each worker that was never reached is not available, by its id."""
         return {
-            worker_id: member.starting_reason
-            for worker_id, member in self._members.items()
+            worker_id: monitor.starting_reason
+            for worker_id, monitor in self._monitors.items()
             if worker_id not in self._core.workers
         }
 
     def has_unprobed_worker(self) -> bool:
         """Return whether some worker's first probe has not ended yet, or a list of workers was not read yet."""
         return bool(self._unread_origins) or any(
-            member.facts is None and not member.consecutive_failures and not member.problem
-            for member in self._members.values()
+            monitor.facts is None and not monitor.consecutive_failures and not monitor.problem
+            for monitor in self._monitors.values()
         )
 
     def follow_file(self, path: Path) -> None:
@@ -203,22 +203,22 @@ class Fleet:
         listed_flags = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
         self._update_origin(origin, listed_flags)
         unready_ids = {flag.worker_id for flag, is_ready in is_ready_by_flag.items() if not is_ready}
-        for worker_id, member in self._members.items():
+        for worker_id, monitor in self._monitors.items():
             if worker_id in workers:
-                member.record_readiness(origin, is_ready=worker_id not in unready_ids)
+                monitor.record_readiness(origin, is_ready=worker_id not in unready_ids)
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
         self._unread_origins.discard(origin)
         listed_ids = {flag.worker_id for flag in flags}
-        for worker_id, member in list(self._members.items()):
-            if origin in member.origins and worker_id not in listed_ids:
-                member.origins.discard(origin)
-                if not member.origins:
+        for worker_id, monitor in list(self._monitors.items()):
+            if origin in monitor.origins and worker_id not in listed_ids:
+                monitor.origins.discard(origin)
+                if not monitor.origins:
                     log.info("worker %s left %s", worker_id, origin)
                     self.remove(worker_id)
         for flag in flags:
-            listed = self._members.get(flag.worker_id)
+            listed = self._monitors.get(flag.worker_id)
             if listed is None or origin not in listed.origins or listed.flag != flag:
                 self.watch(flag, origin=origin)
 
@@ -230,11 +230,13 @@ class Fleet:
         try:
             slots = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
 
-            async def poll(member: Member) -> None:
+            async def poll(monitor: WorkerMonitor) -> None:
                 async with slots:
-                    await member.poll_models()
+                    await monitor.poll_models()
 
-            await asyncio.gather(*(poll(member) for member in list(self._members.values()) if member.facts is not None))
+            await asyncio.gather(
+                *(poll(monitor) for monitor in list(self._monitors.values()) if monitor.facts is not None)
+            )
         finally:
             self._discovered_s = self._now()
 

@@ -1,14 +1,9 @@
-"""Build the heads that are forwarded, of a request to its worker and of an answer to the client, and add fields.
+"""Build the heads that are forwarded, of a request to its worker and of an answer to the client.
 
 Decides which headers are removed and which are added; all others are forwarded as they came. Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-import msgspec
 
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
@@ -17,6 +12,7 @@ from router.edge.upstream import Endpoint
 from router.http.cors import CORS_HEADERS
 from router.http.headers import HOP_BY_HOP
 from router.http.response import ResponseHead
+from router.prompting.body_fields import Body
 
 _REQUEST_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP, b"host", b"accept-encoding", b"content-encoding", b"content-length", b"expect", b"x-request-id",
@@ -24,8 +20,6 @@ _REQUEST_HEADERS_REMOVED = frozenset((
 ))  # fmt: skip
 """Headers of requests that are never forwarded. `accept-encoding` is one of them: answers are read for usage and
 tokens, so they must not be compressed."""
-Body = tuple[bytes, ...]
-"""Pieces of a request's body."""
 RANK_HEADER = "x-data-parallel-rank"
 _KEY_HEADERS, _TRACE_HEADERS = frozenset({b"authorization", b"x-api-key"}), frozenset({b"traceparent"})
 _REMOVED_HEADERS = {
@@ -38,26 +32,6 @@ _REMOVED_HEADERS = {
 _RESPONSE_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP, b"content-length", b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens",
 ))  # fmt: skip
-
-
-def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
-    """Return the body of a request, a JSON object, with further fields before its own.
-
-    `{"a":1}` and the field b with the value 2 give `{"b":2,"a":1}`. The body's own bytes stay as they are.
-    """
-    start = body[0].index(b"{") + 1
-    head, rest = body[0][:start], (body[0][start:], *body[1:])
-    separator = b"" if _ends_object(rest) else b","
-    return (head + msgspec.json.encode(fields)[1:-1] + separator + rest[0], *rest[1:])
-
-
-def _ends_object(pieces: Body) -> bool:
-    """Return whether an object ends here, because it is empty."""
-    for piece in pieces:
-        text = piece.lstrip(b" \t\r\n")
-        if text:
-            return text.startswith(b"}")
-    return False
 
 
 def build_request_head(

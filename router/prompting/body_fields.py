@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,8 @@ MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""
 _KEY_PATTERN = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*')
 _AFTER_VALUE_PATTERN = re.compile(rb"[ \t\r\n]*[,}]")
+Body = tuple[bytes, ...]
+"""Pieces of a request's body."""
 Edit = tuple[int, int, bytes]
 """(start, end, replacement of the bytes from start to end)."""
 
@@ -137,3 +140,23 @@ def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, 
 def make_duplicate_field_error(name: str) -> RequestError:
     """Return the error for a field that comes twice, so that the router cannot know which value counts."""
     return RequestError(f"{name[:80]}: the body has this field twice, expected it once", param=name[:80])
+
+
+def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
+    """Return the body of a request, a JSON object, with further fields before its own.
+
+    `{"a":1}` and the field b with the value 2 give `{"b":2,"a":1}`. The body's own bytes stay as they are.
+    """
+    start = body[0].index(b"{") + 1
+    head, rest = body[0][:start], (body[0][start:], *body[1:])
+    separator = b"" if _ends_object(rest) else b","
+    return (head + msgspec.json.encode(fields)[1:-1] + separator + rest[0], *rest[1:])
+
+
+def _ends_object(pieces: Body) -> bool:
+    """Return whether an object ends here, because it is empty."""
+    for piece in pieces:
+        text = piece.lstrip(b" \t\r\n")
+        if text:
+            return text.startswith(b"}")
+    return False

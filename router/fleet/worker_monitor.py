@@ -1,6 +1,6 @@
 """One worker of a router: probed until it answers, then checked for as long as it is a worker.
 
-A member turns what the prober finds into calls of the core (add, up, down) and of the event feed (follow). Failures of
+A monitor turns what the prober finds into calls of the core (add, up, down) and of the event feed (follow). Failures of
 requests go to the core directly, and only hasten the next check here.
 """
 
@@ -47,10 +47,10 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 
 @dataclass(slots=True)
 class FleetContext:
-    """Parts of the router that all members (workers) of its fleet use, and data about all members."""
+    """Parts of the router that the monitors of all workers use, and data about all workers."""
 
     core: RouterCore
-    """Routes requests to the workers that members register."""
+    """Routes requests to the workers that monitors register."""
     prober: Prober
     """Asks workers over HTTP."""
     feed: IndexFeed
@@ -63,8 +63,8 @@ class FleetContext:
     config: FleetConfig
     now: Callable[[], float]
     """Monotonic clock."""
-    members: dict[str, Member] = field(default_factory=dict)
-    """All members by worker id."""
+    monitors: dict[str, WorkerMonitor] = field(default_factory=dict)
+    """Monitor of each worker, by worker id."""
     failed_checks: Counter[str] = field(default_factory=Counter)
     """Failed checks and probes by worker id, for `/metrics`."""
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
@@ -96,7 +96,7 @@ class _KubernetesReadiness:
     """Whether the worker was drained for this, and no operator drained it or took it back since."""
 
 
-class Member:
+class WorkerMonitor:
     """A worker that this router was told of, whether the worker was reached yet or not, and the task that checks it."""
 
     def __init__(self, flag: WorkerFlag, origin: str, fleet: FleetContext) -> None:
@@ -129,13 +129,13 @@ class Member:
         self.cache_clears_at_sleep = 0
         """Number of cleared caches that the worker had published when its engine last fell asleep or woke."""
 
-    # Life of the member ------------------------------------------------------------------------------------------
+    # Life of the monitor ------------------------------------------------------------------------------------------
     def start(self) -> None:
         """Probe and check the worker from now on."""
         self.task = self._fleet.background.start(run_forever(self._follow_worker, self._record_fault))
 
     def cancel(self) -> None:
-        """End the task, and drop the reference to it: task and member would keep each other alive."""
+        """End the task, and drop the reference to it: task and monitor would keep each other alive."""
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
@@ -148,9 +148,9 @@ class Member:
         pause_s = self.poll_times.starting_pause_s
         return f"{self.problem} (tried {self.consecutive_failures} times, again every {pause_s:g} s)"
 
-    def is_member(self) -> bool:
-        """Return whether the worker was neither removed nor given other settings, by which another member has it."""
-        return self._fleet.members.get(self.worker_id) is self
+    def is_watched(self) -> bool:
+        """Return whether the worker was neither removed nor given other settings, by which another monitor has it."""
+        return self._fleet.monitors.get(self.worker_id) is self
 
     @property
     def _is_down(self) -> bool:
@@ -222,7 +222,7 @@ class Member:
     def _record_problem(self, problem: str) -> None:
         """Count a failed check or probe, and keep the reason for `/workers`."""
         self.problem = problem[:REASON_CHARS_MAX]
-        if self.is_member():
+        if self.is_watched():
             self._fleet.failed_checks[self.worker_id] += 1
 
     def _record_fault(self, error: Exception) -> None:
@@ -319,7 +319,7 @@ class Member:
         self.problem = ""
         self.consecutive_failures = 0
 
-        if not self.is_member():  # else the tokenizers would remember a worker that is gone
+        if not self.is_watched():  # else the tokenizers would remember a worker that is gone
             return False
         is_restarted = was_down or facts.is_new_engine or earlier_facts is None
         await fleet.tokenizers.update(self.flag, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts)
@@ -327,7 +327,7 @@ class Member:
         if self.worker_id not in fleet.core.workers:
             fetching = fleet.peers.fetch_snapshots(self.worker_id, facts.sources)
             snapshots = await run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
-        if not self.is_member():
+        if not self.is_watched():
             return False
         self._use_facts(facts, snapshots, was_down=was_down)
         return True
