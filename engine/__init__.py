@@ -12,7 +12,7 @@ from engine.config import __version__
 if TYPE_CHECKING:
     from engine.llm import LLM, CompletionOutput, RequestOutput
     from engine.types import SamplingParams
-    from prompts.schemas import StructuredOutputs as StructuredOutputsParams
+    from prompts.chat_completions import StructuredOutputs as StructuredOutputsParams
 
 DISTRIBUTION = "blockcast"
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name == "StructuredOutputsParams":  # the name of this class in vLLM
-        from prompts.schemas import StructuredOutputs
+        from prompts.chat_completions import StructuredOutputs
 
         return StructuredOutputs
     if name in ("LLM", "CompletionOutput", "RequestOutput"):

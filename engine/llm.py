@@ -35,9 +35,9 @@ from engine.types import Constraint, Request, SamplingParams, SequenceOutput, To
 from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, field_error
+from prompts.chat_completions import Int64, Salt
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplateError
-from prompts.schemas import Int64, Salt
 
 PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 Prompt = str | Sequence[int] | Mapping[str, Any]

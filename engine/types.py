@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, NewType
 import msgspec
 from msgspec import Meta
 
-from prompts.schemas import (
+from prompts.chat_completions import (
     COUNT_MAX,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,

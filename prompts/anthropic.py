@@ -13,11 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from prompts.chat_rendering import BILLING_LINE, render_chat
-from prompts.chat_template import ChatTemplate, TemplateLimitError
-from prompts.errors import THREAD_UNSUPPORTED, RequestError, bad_value, field_error
-from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
-from prompts.schemas import (
+from prompts.chat_completions import (
     COUNT_MAX,
     MAX_STOPS,
     ChatRequest,
@@ -33,6 +29,10 @@ from prompts.schemas import (
     decode_json,
     make_function_tool,
 )
+from prompts.chat_rendering import BILLING_LINE, render_chat
+from prompts.chat_template import ChatTemplate, TemplateLimitError
+from prompts.errors import THREAD_UNSUPPORTED, RequestError, bad_value, field_error
+from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
 
 BLOCK_TYPES = (
     "text", "image", "document", "search_result", "tool_use", "tool_result", "tool_reference", "thinking",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol, TypeGuard
 
+from prompts.chat_completions import TEXT_PARTS, decode_or_none, is_media
 from prompts.chat_template import ChatTemplate, Message
 from prompts.content_format import ContentFormat
-from prompts.schemas import TEXT_PARTS, decode_or_none, is_media
 
 MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
 """Private-use characters that no tokenizer and no sensible text has; the prompt's text ends before them."""

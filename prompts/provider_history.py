@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from prompts.schemas import Message
+from prompts.chat_completions import Message
 
 Block = dict[str, Any]
 MEDIA_PART: Message = {"type": "file", "file": {}}

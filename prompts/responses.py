@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from prompts.errors import bad_value, field_error
-from prompts.provider_history import format_hosted_call
-from prompts.schemas import (
+from prompts.chat_completions import (
     COUNT_MAX,
     JsonSchemaFormat,
     LogprobCount,
@@ -26,6 +24,8 @@ from prompts.schemas import (
     decode_json,
     make_function_tool,
 )
+from prompts.errors import bad_value, field_error
+from prompts.provider_history import format_hosted_call
 
 Item = dict[str, Any]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from prompts.anthropic import CountRequest, MessagesRequest, convert_to_chat, depends_on_template, parse_messages
+from prompts.chat_completions import Message, Prompt, decode_json, is_media
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
 from prompts.responses import ResponsesRequest, find_item_references, get_response_id_of_item, parse_responses_request
 from prompts.responses import convert_to_chat as convert_response_to_chat
-from prompts.schemas import Message, Prompt, decode_json, is_media
 from prompts.worker_fields import may_have_worker_fields
 
 ApiKind = Literal["chat", "completion", "messages", "responses", "other"]

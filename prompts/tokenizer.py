@@ -20,12 +20,12 @@ from fastokens import Tokenizer as FastTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
+from prompts.chat_completions import CompletionRequest
 from prompts.chat_rendering import ChatPrompt, render_chat
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.cut_tokens import CutTokens, find_cut_tokens
 from prompts.errors import RequestError, bad_value
 from prompts.fast_encoder import build_fast_tokenizer, encode_fast, encode_plain
-from prompts.schemas import CompletionRequest
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from options import ConfigError
+from prompts.chat_completions import Json, decode_json
 from prompts.errors import RequestError
-from prompts.schemas import Json, decode_json
 from simulation.steps import StepTimes
 
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]

@@ -115,8 +115,8 @@ RECORDS = {
     "engine/config.py:ServerConfig",
     "events/kv_subscriber.py:command",
     "prompts/routing.py:RoutingRequest",
-    "prompts/schemas.py:CommonRequest",
-    "prompts/schemas.py:SharedRequest",
+    "prompts/chat_completions.py:CommonRequest",
+    "prompts/chat_completions.py:SharedRequest",
     "router/app/config.py:ProcessConfig",
 }
 """Settings, flags and bodies: as many fields as users know of."""

@@ -1,6 +1,6 @@
 """Parse bodies where they delay nobody: short ones at once, longer ones in a thread, long ones in another process.
 
-A client decides by its body how much time and memory parsing, rendering and encoding take (prompts/worker_pool.py).
+A client decides by its body how much time and memory parsing, rendering and encoding take (prompts/process_pool.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer, field_error
 from prompts.chat_template import TemplateLimitError
-from prompts.worker_pool import WorkerPool, WorkerProcessError
+from prompts.process_pool import ProcessPool, WorkerProcessError
 
 T = TypeVar("T")
 BodyParser = Callable[[bytes, Tokenizer, ModelLimits], T]
@@ -64,10 +64,10 @@ class BodyReader:
             tokenizer.chat_template.seconds_max = RENDER_S_MAX
         self._limits = limits
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
-        self._process_pool = WorkerPool(
+        self._process_pool = ProcessPool(
             (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
         )
-        self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
+        self._compiler_pool = ProcessPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked_grammars: OrderedDict[bytes, bytes] = OrderedDict()
         """Digest of a format -> UTF-8 of its checked grammar, in the form that the core compiles."""
         self._checked_bytes = 0

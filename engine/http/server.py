@@ -38,7 +38,7 @@ from options.addresses import bracket_host
 from options.system import import_event_loops, raise_file_limit
 from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
-from prompts.paths import make_unknown_path_error
+from prompts.unknown_paths import make_unknown_path_error
 
 log = logging.getLogger("engine.server")
 

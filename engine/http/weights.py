@@ -14,7 +14,7 @@ from engine.http.body_workers import finish_uncancelled
 from engine.http.request_body import receive_body
 from engine.http.state import STATE, ServerState
 from prompts import RequestError, bad_value
-from prompts.schemas import decode_json
+from prompts.chat_completions import decode_json
 
 
 class RpcBody(msgspec.Struct):

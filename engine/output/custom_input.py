@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from prompts.schemas import decode_or_none
+from prompts.chat_completions import decode_or_none
 
 _STRING_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _COMPLETE_CHARS = re.compile(r'(?:[^"\\]+|\\[^u]|\\u(?:[0-9a-fA-F]{4}|(?![0-9a-fA-F]{0,3}\Z)))*', re.DOTALL)

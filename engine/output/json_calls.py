@@ -14,7 +14,7 @@ from collections.abc import Callable
 from engine.output.delta_builder import DeltaBuilder
 from engine.output.growing_text import SPACE, GrowingText, Steps
 from engine.output.schema_types import ParameterTypes
-from prompts.schemas import decode_or_none
+from prompts.chat_completions import decode_or_none
 
 MAX_NAME_CHARS = 256
 NAME_PATTERN = re.compile(r"[\w.\-/$:@]+")

@@ -10,7 +10,7 @@ from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Ste
 from engine.output.json_calls import MAX_NAME_CHARS, escape_control_chars
 from engine.output.python_calls import encode_json, parse_literal
 from engine.output.schema_types import ParameterTypes, get_json_type
-from prompts.schemas import decode_or_none
+from prompts.chat_completions import decode_or_none
 
 FUNCTION_MARKER = "<function="
 _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"

@@ -16,8 +16,8 @@ from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
+from prompts.chat_completions import decode_or_none
 from prompts.errors import RequestError
-from prompts.schemas import decode_or_none
 
 JsonObject = dict[str, Any]
 _encoder = msgspec.json.Encoder()

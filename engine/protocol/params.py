@@ -1,7 +1,7 @@
 """Check parameters and prompts against the loaded model, for HTTP bodies and for `LLM`. No I/O.
 
-`prompts.schemas` checks types and ranges. The checks here need the model: its context length, its vocabulary and the
-defaults of its generation_config.json. They run before anything is queued or computed.
+`prompts.chat_completions` checks types and ranges. The checks here need the model: its context length, its vocabulary
+and the defaults of its generation_config.json. They run before anything is queued or computed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from engine.types import Constraint, SamplingParams
+from prompts.chat_completions import ChatRequest, CompletionRequest
 from prompts.errors import RequestError, bad_value, describe_context_overflow, field_error
-from prompts.schemas import ChatRequest, CompletionRequest
 from simulation.spec import ScriptTurn
 
 _SHARED_FIELDS = set(SamplingParams.__struct_fields__) - {

@@ -36,6 +36,7 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, convert_to_chat, find_media, parse_count, parse_messages
+from prompts.chat_completions import ResponseFormat, StructuredOutputs
 from prompts.kv_source import RemoteKVSource, read_kv_source
 from prompts.responses import (
     ClientTool,
@@ -47,7 +48,6 @@ from prompts.responses import (
 )
 from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.routing import API_KIND_BY_PATH, ApiKind
-from prompts.schemas import ResponseFormat, StructuredOutputs
 
 ECHOED_BYTES_MAX = 64 << 10
 """Largest field of a body that its answer repeats; larger fields are left out."""

@@ -20,9 +20,9 @@ from engine.protocol.generation import Generation
 from engine.protocol.logprobs import LogprobFormatter, join_json_list
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext
+from prompts.chat_completions import Message
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
-from prompts.schemas import Message
 
 JsonObject = dict[str, Any]
 _encoder = msgspec.json.Encoder()

@@ -9,7 +9,7 @@ import msgspec
 from engine.protocol.params import ModelLimits
 from engine.protocol.unsupported_params import check_supported
 from prompts import Tokenizer, bad_value, field_error
-from prompts.schemas import TokenIdField, decode_json, parse_chat
+from prompts.chat_completions import TokenIdField, decode_json, parse_chat
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

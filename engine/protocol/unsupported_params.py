@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prompts.chat_completions import ChatRequest, CompletionRequest, Json, is_media
 from prompts.errors import bad_value, field_error
-from prompts.schemas import ChatRequest, CompletionRequest, Json, is_media
 
 
 def check_supported(request: ChatRequest | CompletionRequest) -> None:

@@ -15,7 +15,7 @@ from engine.output.schema_types import Property, get_definitions, list_propertie
 from engine.output.xml_calls import encode_as_types
 from engine.structured_output.lark_rules import ANY_TEXT, GrammarRules, json_directive, quote, slash_regex
 from prompts import field_error
-from prompts.schemas import Json
+from prompts.chat_completions import Json
 
 SCHEMA_DEPTH_MAX = 64
 """Most schemas inside each other that are followed. Deeper ones allow any value of their type."""

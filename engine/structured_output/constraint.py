@@ -16,8 +16,8 @@ import msgspec
 
 from engine.output.formats import CALL_FORMATS, ToolMarkup
 from prompts import ChatRequest, CompletionRequest, bad_value, field_error
+from prompts.chat_completions import Json, ResponseFormat, StructuredOutputs
 from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
-from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 from simulation.spec import FIRST_TOOL, ScriptTurn
 
 Format = dict[str, Any]

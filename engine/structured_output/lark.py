@@ -26,7 +26,7 @@ from engine.structured_output.lark_rules import (
     slash_regex,
 )
 from prompts import bad_value, field_error
-from prompts.schemas import Json
+from prompts.chat_completions import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
 """Default white space between two tokens of JSON: one or two spaces, or a line break with an indentation.

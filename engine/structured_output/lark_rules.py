@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from prompts.schemas import Json
+from prompts.chat_completions import Json
 
 ANY_TEXT = "/(?s:.*)/"
 """Pattern of any text."""

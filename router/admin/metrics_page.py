@@ -18,8 +18,8 @@ from router.fleet.membership import Fleet
 from router.http.routes import CachedPage, Response, Routes
 from router.metrics import Metrics
 from router.miss_reasons.explanation import GROUPS
+from router.prompting.prompt_reader import PromptReader
 from router.prompting.prompt_worker_pool import PromptWorkerPool
-from router.prompting.reader import PromptReader
 
 NAME_PREFIX: Final = "blockcast_router_"
 

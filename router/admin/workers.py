@@ -17,7 +17,7 @@ from router.fleet.membership import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.index.protocol import IndexStats
-from router.prompting.reader import PromptReader
+from router.prompting.prompt_reader import PromptReader
 
 log = logging.getLogger("router")
 

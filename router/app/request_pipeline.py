@@ -20,8 +20,8 @@ from router.index.protocol import PrefixIndex
 from router.metrics import Metrics
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.model_tokenizers import ModelTokenizers
+from router.prompting.prompt_reader import PromptReader
 from router.prompting.prompt_worker_pool import PromptWorkerPool
-from router.prompting.reader import PromptReader
 from router.prompting.sessions import SessionNames
 from router.tenancy.model_names import ModelNames
 

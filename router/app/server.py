@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prompts.paths import make_unknown_path_error
+from prompts.unknown_paths import make_unknown_path_error
 from router.app.api_keys import ApiKeys, Guard
 from router.app.dispatch import RequestDispatcher
 from router.edge.config import EdgeConfig

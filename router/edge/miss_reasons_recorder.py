@@ -28,7 +28,7 @@ from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.miss_reasons.watched_conversations import WatchedConversations
 from router.prompting.parsed_body import ParsedBody
-from router.prompting.reader import PromptReader
+from router.prompting.prompt_reader import PromptReader
 from router.prompting.sessions import digest_name, shorten_name
 
 log = logging.getLogger("router")

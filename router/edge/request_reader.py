@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from prompts.chat_completions import decode_json, make_nesting_error
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
-from prompts.schemas import decode_json, make_nesting_error
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
@@ -26,7 +26,7 @@ from router.prompting.body_fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.forms import is_form, read_form
 from router.prompting.parsed_body import BodyToRead, ParsedBody, TokenizedPrompt
-from router.prompting.reader import PromptReader
+from router.prompting.prompt_reader import PromptReader
 from router.prompting.sessions import Session, SessionNames, digest_opening
 from router.tenancy.model_names import ModelNames
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
-from prompts.paths import make_unknown_path_error
+from prompts.unknown_paths import make_unknown_path_error
 from router.http.connection import ClientConnection, TaskResponder
 from router.http.local_replies import JSON, Header, make_method_error
 from router.http.request import HttpRequest

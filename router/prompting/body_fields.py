@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from prompts.chat_completions import decode_json
 from prompts.errors import RequestError
 from prompts.routing import raw_fields_decoder
-from prompts.schemas import decode_json
 
 MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""

@@ -13,11 +13,11 @@ from typing import Final
 
 import msgspec
 
+from prompts.chat_completions import Message
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
-from prompts.schemas import Message
 from prompts.template_environment import read_clock
 from prompts.tokenizer import Tokenizer
 from router.prompting.placeholder_messages import (

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from prompts.chat_completions import Message
 from prompts.routing import ApiKind, RoutingRequest
-from prompts.schemas import Message
 from router.prompting.outline import Outline
 from router.prompting.placeholder_messages import RenderedPlaceholders
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.continued_conversation import TRAILING_MESSAGES, Continuation, continue_conversation
 from router.prompting.conversation_cache import BoundaryLocation, ConversationCache, is_cacheable
-from router.prompting.conversation_reading import TRAILING_MESSAGES, Continuation, continue_conversation
 from router.prompting.encode import truncate_prompt
 
 log = logging.getLogger("router")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from prompts.chat_completions import decode_json
 from prompts.errors import RequestError
 from prompts.responses import get_response_id_of_item
 from prompts.routing import (
@@ -22,7 +23,6 @@ from prompts.routing import (
     make_routing_request,
     raw_fields_decoder,
 )
-from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
 TOKENS_MAX = 2**21

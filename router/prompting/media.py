@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
+from prompts.chat_completions import is_media
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
-from prompts.schemas import is_media
 from router.prompting.encode import CHARS_PER_TOKEN
 
 TOKENS_PER_MEDIUM = 1000

@@ -1,4 +1,4 @@
-"""A client's body before and after router/prompting/reader.py parses it, and its tokenised prompt."""
+"""A client's body before and after router/prompting/prompt_reader.py parses it, and its tokenised prompt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
 from router.prompting.body_fields import FieldSpans
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.continued_conversation import Continuation, cache_conversation
 from router.prompting.conversation_cache import CachedConversation
-from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import (
     PromptSize,
     build_tokenize_request,

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from prompts.anthropic import depends_on_template
+from prompts.chat_completions import Message
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, convert_source_to_chat, has_media, parse_body
-from prompts.schemas import Message
 from router.prompting.boundary_rendering import TemplateInputs
 from router.prompting.conversation_cache import Boundary, CachedConversation, OtherFields
 from router.prompting.encode import has_more_objects

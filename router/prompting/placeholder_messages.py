@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import xxhash
 
-from prompts.schemas import Message
+from prompts.chat_completions import Message
 
 MESSAGES_MAX: Final = 64
 """Most placeholders: a conversation of more kinds of messages has no boundary."""

@@ -1,4 +1,4 @@
-"""Large bodies, read by worker processes (prompts/worker_pool.py), so that no other request waits for them.
+"""Large bodies, read by worker processes (prompts/process_pool.py), so that no other request waits for them.
 
 A process first finds the fields that routing needs, then it reads the prompt. The bodies that wait or are being read
 have at most `waiting_mb`.
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from prompts.errors import RequestError
+from prompts.process_pool import ProcessPool, WorkerProcess, WorkerProcessError
 from prompts.routing import ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import ID_TYPE, Checkpoint, Tokenizer, TokenizerError
-from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.body_fields import locate_fields
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
@@ -83,7 +83,7 @@ class PromptWorkerPool:
     def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None) -> None:
         self._config = config
         setup = WorkerState, (chat_template,)
-        self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
+        self.processes = ProcessPool(setup, config.count, config.memory_mb << 20)
         self._tenant_bytes: Counter[str] = Counter()
         """Tenant -> bytes of its bodies that wait or are being read."""
         self.cpu_s = 0.0

@@ -14,8 +14,8 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.routing import parse_body
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.continued_conversation import cache_conversation
 from router.prompting.conversation_reader import ConversationReader
-from router.prompting.conversation_reading import cache_conversation
 from router.prompting.encode import read_prompt
 
 CACHE_BYTES = 8 << 20

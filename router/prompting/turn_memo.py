@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from prompts.chat_completions import Message
 from prompts.chat_rendering import BILLING_LINE
-from prompts.schemas import Message
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
 TURNS_MAX = 8

@@ -22,10 +22,10 @@ from events.codec import decode_batch, encode_batch
 from events.frames import parse_live_message, parse_replay_request, parse_reply_message, parse_snapshot_message
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
 from prompts.anthropic import convert_to_chat, parse_messages
+from prompts.chat_completions import parse_chat, parse_completion
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
-from prompts.schemas import parse_chat, parse_completion
 from router.decide.config import CostConfig, LearnConfig
 from router.decide.load_tracker import LoadTracker
 from router.edge.continuation import StreamContinuation

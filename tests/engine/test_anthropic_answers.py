@@ -16,7 +16,7 @@ from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import ParsedRequest
 from engine.types import FinishReason, SequenceOutput
 from prompts import RequestError
-from prompts.schemas import ChatRequest
+from prompts.chat_completions import ChatRequest
 
 WORDS = ["one", " two", " STOP", ' "', "\u00e9"]
 LIMITS = ModelLimits(max_model_len=100, vocab_size=len(WORDS))

@@ -25,8 +25,8 @@ from engine.protocol.parsed_request import ResponseContext
 from engine.protocol.responses import ResponsesFormatter
 from engine.types import SamplingParams, TokenLogprobs
 from prompts import RequestError
+from prompts.chat_completions import ChatRequest
 from prompts.responses import ClientTool
-from prompts.schemas import ChatRequest
 
 ASKED = ResponseContext(
     messages=b'[{"role":"user","content":"q"}]',

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.anthropic import convert_to_chat, find_media, parse_count, parse_messages
+from prompts.chat_completions import ChatRequest
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import has_media, parse_routing
-from prompts.schemas import ChatRequest
 
 EARLY = ChatTemplate("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}"
                      "{% endif %}{{ m.content }}{% endfor %}")  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prompts.chat_completions import ChatRequest
 from prompts.errors import RequestError
 from prompts.responses import (
     ClientTool,
@@ -21,7 +22,6 @@ from prompts.responses import (
     parse_responses_request,
 )
 from prompts.routing import convert_source_to_chat, parse_routing
-from prompts.schemas import ChatRequest
 
 
 def chat(input_items: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:

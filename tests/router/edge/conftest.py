@@ -41,8 +41,8 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.model_tokenizers import ModelTokenizers
+from router.prompting.prompt_reader import PromptReader
 from router.prompting.prompt_worker_pool import PromptWorkerPool
-from router.prompting.reader import PromptReader
 
 SETTLE_S_MAX = 10.0
 """For what the end of a scenario takes at most, on a machine with much else to do."""

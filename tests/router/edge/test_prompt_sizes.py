@@ -159,7 +159,7 @@ def test_a_text_beyond_all_bounds_is_not_counted_to_its_end(
             {"role": "user", "content": text}]})):  # fmt: skip
             asked = {"model": "tiny", **body}
             monkeypatch.setattr(
-                "router.prompting.reader.is_light", lambda body: True
+                "router.prompting.prompt_reader.is_light", lambda body: True
             )  # or a process without the patch reads it
             status, answer = parts(await edge.exchange(make_post(json.dumps(asked).encode(), path.encode())))
             assert status == 400

@@ -15,10 +15,10 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
+from prompts.process_pool import WorkerProcess, WorkerProcessError
 from prompts.routing import parse_body
 from prompts.tokenizer import Checkpoint, Tokenizer
-from prompts.worker_pool import WorkerProcess, WorkerProcessError
-from router.prompting import reader
+from router.prompting import prompt_reader
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.model_tokenizers import TIMEOUTS_MAX
@@ -95,7 +95,7 @@ def test_a_template_is_tried_again_if_the_process_of_its_trial_was_killed(
 def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 0.2)
+    monkeypatch.setattr(prompt_reader, "WORKER_RENDER_S_MAX", 0.2)
     monkeypatch.setattr("router.prompting.prompt_worker_pool.START_S_MAX", 60.0)
     folder = write_model(tmp_path, ENDLESS)
 

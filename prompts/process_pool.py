@@ -100,7 +100,7 @@ class WorkerProcess:
                 raise EOFError("killed before it was started")
             is_new = self.child is None
             if is_new:
-                self.child, parent_socket = start_child("prompts.worker_pool")
+                self.child, parent_socket = start_child("prompts.process_pool")
                 with parent_socket:
                     self._stream = parent_socket.makefile("rwb")
         # The socket is used without the lock: it may block until the child is killed, and `kill` needs the lock.
@@ -121,7 +121,7 @@ class WorkerProcess:
                 self.child.kill()
 
 
-class WorkerPool:
+class ProcessPool:
     """The worker processes of one server, and the calls that wait for a free one."""
 
     def __init__(self, setup: WorkerSetup, process_count: int, memory_bytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prompts.errors import RequestError
-from prompts.paths import find_nearest_path, make_unknown_path_error
+from prompts.unknown_paths import find_nearest_path, make_unknown_path_error
 
 SERVED = [
     "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages",

@@ -15,8 +15,8 @@ from itertools import takewhile
 import msgspec
 
 from prompts.anthropic import MessagesRequest, convert_turn, depends_on_template
+from prompts.chat_completions import Message
 from prompts.routing import RoutingRequest, raw_fields_decoder
-from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
 from router.prompting.conversation_cache import Boundary, BoundaryLocation, CachedConversation

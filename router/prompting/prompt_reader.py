@@ -20,9 +20,9 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.continued_conversation import Continuation
 from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
-from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import is_light
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers

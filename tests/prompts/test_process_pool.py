@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from prompts import worker_pool
-from prompts.worker_pool import WorkerPool, WorkerProcessError
+from prompts import process_pool
+from prompts.process_pool import ProcessPool, WorkerProcessError
 
 
 def begin() -> str:
@@ -29,7 +29,7 @@ def get_pid(_: str, name: str) -> tuple[str, int]:
 
 def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was not there when it was to be killed, so it started afterwards, for the next call to read from."""
-    start_child, children = worker_pool.start_child, []
+    start_child, children = process_pool.start_child, []
 
     def start_slowly(module: str, *numbers: int) -> Any:
         time.sleep(0.3)
@@ -37,10 +37,10 @@ def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(mon
         children.append(child)
         return child, sock
 
-    monkeypatch.setattr(worker_pool, "start_child", start_slowly)
+    monkeypatch.setattr(process_pool, "start_child", start_slowly)
 
     async def run() -> None:
-        pool = WorkerPool((begin, ()), 2, 4 << 30)
+        pool = ProcessPool((begin, ()), 2, 4 << 30)
         async with pool.acquire():
             with pytest.raises(WorkerProcessError, match=r"not done within 0\.05 s"):
                 async with pool.acquire() as process:
@@ -57,11 +57,11 @@ def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(mon
 
 SERVER = """
 import asyncio
-from prompts.worker_pool import WorkerPool
+from prompts.process_pool import ProcessPool
 from templates_without_end import begin, never_end
 
 async def main():
-    async with WorkerPool((begin, ()), 1, 4 << 30).acquire() as process:
+    async with ProcessPool((begin, ()), 1, 4 << 30).acquire() as process:
         await process.call(60.0, repr)  # its start may take longer than the task
         await process.call(1.0, never_end)
 

@@ -20,6 +20,7 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_body
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.continued_conversation import Continuation, cache_conversation
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
@@ -29,7 +30,6 @@ from router.prompting.conversation_cache import (
     ConversationCache,
 )
 from router.prompting.conversation_reader import CHECK_BYTES_PER_S, ConversationReader
-from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
 from router.prompting.outline import Outline, fingerprint_messages, outline_chat
 from router.prompting.parsed_body import TokenizedPrompt

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.unsupported_params import check_supported
 from prompts import RequestError, parse_chat, parse_completion, parse_routing
-from prompts.schemas import ChatRequest, CompletionRequest
+from prompts.chat_completions import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
 
