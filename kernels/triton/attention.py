@@ -52,64 +52,51 @@ def store_kv(
 
 
 @triton.jit
-def find_key_rows(
-    positions, end, table_ptr, table_stride, layer_row, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Return the cache row of K in one layer for each position of a sequence; with MASKED, only of those before `end`.
-
-    table_ptr: the first row of each block of the sequence, one every `table_stride` elements. `store_kv` explains the
-    rows and layer_row.
-    """
-    block_entry = table_ptr + positions // BLOCK_SIZE * table_stride
-    if MASKED:
-        block_row = tl.load(block_entry, mask=positions < end, other=0)
-    else:
-        block_row = tl.load(block_entry)
-    return block_row + positions % BLOCK_SIZE + layer_row
-
-
-@triton.jit
-def attend_tile(
+def attend_keys(
     acc, weight_sum, peak, q, cache_ptr, table_ptr, table_stride, start, end, query_positions, head_offset, layer_row,
     scale, dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Add one tile of keys and values to the attention of M queries, as FlashAttention does.
+    """Add the keys and values at positions [start, end) of a sequence to the attention of M queries, as FlashAttention.
 
-    The caller goes over the tiles of a sequence and passes the running sums on: acc [M, D] of the weighted values,
-    weight_sum [M] of the weights, and peak [M], the largest score so far. Weights are 2 ** (score - peak), so the sums
-    are scaled down when a tile has a larger score. Returns the new (acc, weight_sum, peak).
+    The running sums go in and come out: acc [M, D] of the weighted values, weight_sum [M] of the weights, and peak [M],
+    the largest score so far. Weights are 2 ** (score - peak), so a larger score scales the sums down. With MASKED, keys
+    after a query and keys outside WINDOW are left out; otherwise all queries see all keys, whole tiles of BLOCK_N.
 
-    The tile has the keys at positions [start, start + BLOCK_N). With MASKED, keys from `end` on, keys after the query
-    and keys outside WINDOW are left out; otherwise all queries see all keys. q [M, D]: queries, at query_positions [M].
-
-    `find_key_rows` explains the block table; a row has ROW elements, those of this KV head from head_offset on. V is
-    BLOCK_SIZE rows after K. dim [D]: 0, 1 ... D - 1, of which DIM are real and the others padding. scale: factor of the
-    scores. `dot` explains PRECISION and WIDE.
+    q [M, D]: queries, at query_positions [M]. table: the cache row at which each block of the sequence begins, one
+    every `table_stride` elements. `store_kv` explains the rows and layer_row. A row has ROW elements, those of this KV
+    head from head_offset on. dim [D]: 0, 1 ... D - 1, of which DIM are real and the others padding. scale: factor of
+    the scores. `dot` explains PRECISION and WIDE.
     """
-    key_positions = start + tl.arange(0, BLOCK_N)
-    key_rows = find_key_rows(key_positions, end, table_ptr, table_stride, layer_row, BLOCK_SIZE, MASKED)
-    load_mask = (dim < DIM)[None, :]
-    if MASKED:
-        is_inside = key_positions < end
-        load_mask = is_inside[:, None] & load_mask
-    source = cache_ptr + (key_rows.to(tl.int64) * ROW + head_offset)[:, None] + dim[None, :]
-    k = tl.load(source, mask=load_mask, other=0.0)
-    zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    scores = dot(q, tl.trans(k), zeros, PRECISION, WIDE) * scale
-    if MASKED:
-        is_visible = (key_positions[None, :] <= query_positions[:, None]) & is_inside[None, :]
-        if WINDOW > 0:
-            is_visible = is_visible & (key_positions[None, :] > query_positions[:, None] - WINDOW)
-        scores = tl.where(is_visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no key seen yet: everything stays zero
-    weights = tl.exp2(scores - finite_peak[:, None])
-    rescale = tl.exp2(peak - finite_peak)
-    weight_sum = weight_sum * rescale + tl.sum(weights, 1)
-    v = tl.load(source + BLOCK_SIZE * ROW, mask=load_mask, other=0.0)
-    acc = dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION, WIDE)
-    return acc, weight_sum, new_peak
+    for first_key in range(start, end, BLOCK_N):
+        key_positions = first_key + tl.arange(0, BLOCK_N)
+        block_ptrs = table_ptr + key_positions // BLOCK_SIZE * table_stride
+        load_mask = (dim < DIM)[None, :]
+        if MASKED:
+            is_inside = key_positions < end
+            block_row = tl.load(block_ptrs, mask=is_inside, other=0)
+            load_mask = is_inside[:, None] & load_mask
+        else:
+            block_row = tl.load(block_ptrs)
+        key_row = block_row + key_positions % BLOCK_SIZE + layer_row
+        source = cache_ptr + (key_row.to(tl.int64) * ROW + head_offset)[:, None] + dim[None, :]
+        k = tl.load(source, mask=load_mask, other=0.0)
+        zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        scores = dot(q, tl.trans(k), zeros, PRECISION, WIDE) * scale
+        if MASKED:
+            is_visible = (key_positions[None, :] <= query_positions[:, None]) & is_inside[None, :]
+            if WINDOW > 0:
+                is_visible = is_visible & (key_positions[None, :] > query_positions[:, None] - WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no key seen yet: everything stays zero
+        weights = tl.exp2(scores - finite_peak[:, None])
+        rescale = tl.exp2(peak - finite_peak)
+        weight_sum = weight_sum * rescale + tl.sum(weights, 1)
+        v = tl.load(source + BLOCK_SIZE * ROW, mask=load_mask, other=0.0)  # V is BLOCK_SIZE rows after K
+        acc = dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION, WIDE)
+        peak = new_peak
+    return acc, weight_sum, peak
 
 
 @launch_cheaply
@@ -161,12 +148,10 @@ def decode_attention(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
-    for key_start in range(start, end, BLOCK_N):
-        acc, weight_sum, peak = attend_tile(
-            acc, weight_sum, peak, q, cache_ptr, table_ptr + seq, table_block, key_start, end, query_positions,
-            kv_head * DIM, layer_row,
-            scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
-        )  # fmt: skip
+    acc, weight_sum, peak = attend_keys(
+        acc, weight_sum, peak, q, cache_ptr, table_ptr + seq, table_block, start, end, query_positions, kv_head * DIM,
+        layer_row, scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
+    )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0.0, weight_sum, 1.0)
     acc = acc / weight_sum[:, None]
     if SPLIT:
@@ -251,23 +236,19 @@ def prefill_attention(
 
     table_ptr += seq
     end = first_position + tl.minimum(tile_query + BLOCK_Q, query_count)
-    masked_start = 0
     if WINDOW > 0:
         masked_start = tl.maximum(first_position + tile_query - WINDOW + 1, 0)
     else:
         masked_start = (first_position + tile_query + 1) // BLOCK_N * BLOCK_N
-        for key_start in range(0, masked_start, BLOCK_N):
-            acc, weight_sum, peak = attend_tile(
-                acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, key_start, end, query_positions,
-                kv_head * DIM, layer_row,
-                scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=False, PRECISION=PRECISION, WIDE=WIDE,
-            )  # fmt: skip
-    for key_start in range(masked_start, end, BLOCK_N):
-        acc, weight_sum, peak = attend_tile(
-            acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, key_start, end, query_positions,
-            kv_head * DIM, layer_row, scale,
-            dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
+        acc, weight_sum, peak = attend_keys(
+            acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, 0, masked_start, query_positions,
+            kv_head * DIM, layer_row, scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=False,
+            PRECISION=PRECISION, WIDE=WIDE,
         )  # fmt: skip
+    acc, weight_sum, peak = attend_keys(
+        acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, masked_start, end, query_positions, kv_head * DIM,
+        layer_row, scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
+    )  # fmt: skip
     acc = acc / tl.where(weight_sum > 0.0, weight_sum, 1.0)[:, None]
     target = out_ptr + (token[:, None] * heads + head[:, None]) * DIM + dim[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), query_mask)

@@ -287,13 +287,16 @@ class TritonKernels(ReferenceKernels):
         tile_count = tile_row.shape[0]
         x = x if x.stride(1) == 1 else x.contiguous()
         inner = torch.empty((row_count, size), dtype=x.dtype, device=x.device)
-        expert_kernels.multiply_gate_up[(tile_count, ceil_div(size, block_n))](
-            x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **constants
-        )
+        weights = weights.contiguous()
+        expert_kernels.multiply_experts[(tile_count, ceil_div(size, block_n))](
+            x, gate_up, weights, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k,
+            GATED=True, **constants,
+        )  # fmt: skip
         outputs = torch.empty((num_tokens, top_k, hidden), dtype=torch.float32, device=x.device)
-        expert_kernels.multiply_down[(tile_count, ceil_div(hidden, block_n))](
-            inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **constants
-        )
+        expert_kernels.multiply_experts[(tile_count, ceil_div(hidden, block_n))](
+            inner, down, weights, outputs, order, starts, tile_expert, tile_row, size, size, hidden, top_k,
+            GATED=False, **constants,
+        )  # fmt: skip
         return outputs.sum(1).to(x.dtype)
 
     # recurrent

@@ -55,17 +55,23 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> Sorted
 
 @launch_cheaply
 @triton.jit
-def multiply_gate_up(
-    x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token_stride, hidden, size,
-    top_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
+def multiply_experts(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_row_stride,
+    in_size, out_size, top_k,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Compute silu(gate(x)) * up(x), the first half of a mixture of experts, for a tile of rows of one expert.
+    """Multiply a tile of rows by the weights of one expert: one of the two halves of a mixture of experts.
 
-    A row is one token and one of the `top_k` experts that it chose; rows are sorted by expert. x: [tokens, hidden].
-    order: [rows], token * top_k + choice of each row. starts: [experts + 1], the first row of each expert. tile_expert,
-    tile_row: expert and first row of each tile; a tile that is not needed begins past its expert's rows. weight:
-    [experts, 2 * size, hidden], gate before up. out: [rows, size]. The grid is (tiles, blocks of BLOCK_N columns).
+    A row is one token and one of the `top_k` experts that it chose; rows are sorted by expert. order: [rows], token *
+    top_k + choice of each row. starts: [experts + 1], the first row of each expert. tile_expert, tile_row: expert and
+    first row of each tile; a tile that is not needed begins past its expert's rows. The grid is (tiles, blocks of
+    BLOCK_N columns).
+
+    With GATED, the first half: out [rows, out_size] = silu(gate(x)) * up(x), with x [tokens, in_size] and weight
+    [experts, 2 * out_size, in_size], gate before up. Else the second: out [tokens, top_k, out_size] = down(x) * scale
+    in fp32, with x [rows, in_size], weight [experts, out_size, in_size] and scale [tokens, top_k]; the caller adds up a
+    token's outputs.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)
@@ -74,61 +80,31 @@ def multiply_gate_up(
     if first_row >= end:
         return
     row = first_row + tl.arange(0, BLOCK_M)
+    is_row = row < end
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
-    token = (tl.load(order_ptr + row, mask=row < end, other=0) // top_k).to(tl.int64)
-    weight_ptrs = weight_ptr + expert.to(tl.int64) * 2 * size * hidden + column.to(tl.int64)[None, :] * hidden
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for inner_start in range(0, hidden, BLOCK_K):
-        inner_column = inner_start + inner
-        x = tl.load(
-            x_ptr + token[:, None] * x_token_stride + inner_column[None, :],
-            mask=(row < end)[:, None] & (inner_column < hidden)[None, :],
-            other=0.0,
-        )
-        mask = (inner_column < hidden)[:, None] & (column < size)[None, :]
-        gate_ptrs = weight_ptrs + inner_column[:, None]
-        up_ptrs = gate_ptrs + size * hidden
-        gate = dot(x, tl.load(gate_ptrs, mask=mask, other=0.0), gate, PRECISION, WIDE)
-        up = dot(x, tl.load(up_ptrs, mask=mask, other=0.0), up, PRECISION, WIDE)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    target = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < size)[None, :])
-
-
-@launch_cheaply
-@triton.jit
-def multiply_down(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """Compute down(x) * scale, the second half of a mixture of experts, for a tile of rows of one expert, in fp32.
-
-    A row is one token and one of the `top_k` experts that it chose; rows are sorted by expert. x: [rows, size], as
-    `multiply_gate_up` has written it. weight: [experts, hidden, size]. scale: [tokens, top_k]. out: [tokens, top_k,
-    hidden]; the caller adds up a token's outputs. The others are as in `multiply_gate_up`.
-    """
-    tile = tl.program_id(0)
-    expert = tl.load(tile_expert_ptr + tile)
-    first_row = tl.load(tile_row_ptr + tile)
-    end = tl.load(starts_ptr + expert + 1)
-    if first_row >= end:
-        return
-    row = first_row + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + expert.to(tl.int64) * hidden * size + column.to(tl.int64)[None, :] * size
+    x_row = row.to(tl.int64)
+    expert_size = in_size * out_size
+    if GATED:
+        x_row = (tl.load(order_ptr + row, mask=is_row, other=0) // top_k).to(tl.int64)
+        expert_size = 2 * expert_size
+    weight_ptrs = weight_ptr + expert.to(tl.int64) * expert_size + column.to(tl.int64)[None, :] * in_size
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for inner_start in range(0, size, BLOCK_K):
-        inner_column = inner_start + inner
-        x = tl.load(
-            x_ptr + row.to(tl.int64)[:, None] * size + inner_column[None, :],
-            mask=(row < end)[:, None] & (inner_column < size)[None, :], other=0.0,
-        )  # fmt: skip
-        mask = (inner_column < size)[:, None] & (column < hidden)[None, :]
-        out = dot(x, tl.load(weight_ptrs + inner_column[:, None], mask=mask, other=0.0), out, PRECISION, WIDE)
-    pair = tl.load(order_ptr + row, mask=row < end, other=0).to(tl.int64)  # token * top_k + choice
-    out = out * tl.load(scale_ptr + pair, mask=row < end, other=0.0).to(tl.float32)[:, None]
-    target = out_ptr + pair[:, None] * hidden + column[None, :]
-    tl.store(target, out, mask=(row < end)[:, None] & (column < hidden)[None, :])
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first_in in range(0, in_size, BLOCK_K):
+        in_column = first_in + tl.arange(0, BLOCK_K)
+        is_inside = in_column < in_size
+        x_ptrs = x_ptr + x_row[:, None] * x_row_stride + in_column[None, :]
+        x = tl.load(x_ptrs, mask=is_row[:, None] & is_inside[None, :], other=0.0)
+        mask = is_inside[:, None] & (column < out_size)[None, :]
+        in_ptrs = weight_ptrs + in_column[:, None]
+        out = dot(x, tl.load(in_ptrs, mask=mask, other=0.0), out, PRECISION, WIDE)
+        if GATED:
+            up = dot(x, tl.load(in_ptrs + out_size * in_size, mask=mask, other=0.0), up, PRECISION, WIDE)
+    out_row = row.to(tl.int64)
+    if GATED:
+        out = out / (1.0 + tl.exp(-out)) * up
+    else:
+        out_row = tl.load(order_ptr + row, mask=is_row, other=0).to(tl.int64)
+        out = out * tl.load(scale_ptr + out_row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    target = out_ptr + out_row[:, None] * out_size + column[None, :]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < out_size)[None, :])

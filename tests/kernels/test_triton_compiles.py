@@ -16,8 +16,8 @@ pytestmark = pytest.mark.long
 HERE = Path(__file__).resolve().parent
 KERNELS = {
     "activate_rows", "advance_delta_state", "advance_ssm_state", "combine_splits", "compute_ssm_scores",
-    "convolve_step", "convolve_tile", "decode_attention", "draw_rows", "multiply_down",
-    "multiply_gate_up", "norm_rows", "prefill_attention", "prepare_delta_chunks", "rotate_rows",
+    "convolve_step", "convolve_tile", "decode_attention", "draw_rows", "multiply_experts",
+    "norm_rows", "prefill_attention", "prepare_delta_chunks", "rotate_rows",
     "scan_delta_chunks", "scan_ssm_chunks", "store_kv", "update_tails",
 }  # fmt: skip
 SPILLS_MAX = 240
