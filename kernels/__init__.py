@@ -4,9 +4,9 @@ Imports no other package of this program. See `kernels.reference.backend` for sh
 """
 
 from kernels.backends import BACKENDS, select_kernels
-from kernels.interface import PagedKV, RaggedBatch, StatePlan
+from kernels.interface import PagedKV, RaggedBatch
 from kernels.reference.backend import ReferenceKernels as Kernels
 
 DISTRIBUTION = "blockcast"
 
-__all__ = ["BACKENDS", "Kernels", "PagedKV", "RaggedBatch", "StatePlan", "select_kernels"]
+__all__ = ["BACKENDS", "Kernels", "PagedKV", "RaggedBatch", "select_kernels"]

@@ -11,7 +11,6 @@ sequence, whatever bytes lie at others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,19 +58,14 @@ class PagedKV:
         """Number of rows of one layer in a block: a K row for each token, then a V row for each."""
         return 2 * self.block_size
 
-    def view_rows(self) -> Tensor:
-        """View the whole buffer as rows: [rows, kv_heads * dim]."""
-        return self.buffer.view(-1, self.elems_per_row)
-
     def view_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """View K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each, strided."""
-        unit_count = self.buffer.numel() // self.elems_per_unit
-        shape = (unit_count, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
-        strides = (self.elems_per_unit, self.elems_per_block, self.elems_per_row, self.head_dim, 1)
-        start = self.buffer.storage_offset() + layer * self.rows_per_layer * self.elems_per_row
-        k = self.buffer.as_strided(shape, strides, start)
-        v = self.buffer.as_strided(shape, strides, start + self.block_size * self.elems_per_row)
-        return k, v
+        """View the buffer as rows of K and of V of one layer: [rows, kv_heads, dim] each.
+
+        If a token's K of layer 0 is in row r of the buffer, its K and V of this layer are in row r of the two views.
+        """
+        rows = self.buffer.view(-1, self.num_kv_heads, self.head_dim)
+        first_k_row = layer * self.rows_per_layer
+        return rows[first_k_row:], rows[first_k_row + self.block_size :]
 
     def compute_block_rows(self, blocks: IntArray) -> IntArray:
         """Return the row at which each block begins, with its first token's K in layer 0. `blocks`: of any shape."""
@@ -108,8 +102,6 @@ class RaggedBatch:
         has_one_query = query_counts == 1
         decode_count = int(has_one_query.sum())
         assert has_one_query[:decode_count].all(), "sequences with one query come first"
-        if decode_count == len(starts):
-            return RaggedBatch(query_starts, end_positions, positions=first_positions, decode_count=decode_count)
         position_offsets = np.repeat(first_positions - query_starts[:-1], query_counts)
         positions = np.arange(query_starts[-1]) + position_offsets
         return RaggedBatch(query_starts, end_positions, positions=positions, decode_count=decode_count)
@@ -121,38 +113,6 @@ class RaggedBatch:
     def compute_sequence_indices(self) -> IntArray:
         """Return [tokens]: index of the sequence of each query."""
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
-
-
-class PromptSpan(NamedTuple):
-    """A prompt of a batch: its tokens [start, end) in the batch, and the memory unit that holds its state."""
-
-    start: int
-    end: int
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class StatePlan:
-    """Batch of a step for the recurrent layers, with the memory units that hold the states of its sequences.
-
-    The cache's memory is cut into numbered units of equal size, and a sequence's state is in one unit. Decoding
-    sequences, which come first in the batch, advance together by one token each. Prompts advance one after another.
-    """
-
-    batch: RaggedBatch
-    decode_units: Tensor
-    """[decode_count] int64: unit of each decoding sequence's state."""
-    prompt_spans: tuple[PromptSpan, ...]
-    """Tokens and unit of each prompt."""
-
-    @staticmethod
-    def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
-        """Make the plan of a batch. `units`: [sequences], the unit of each sequence's state."""
-        decode_count = batch.decode_count
-        decode_units = torch.from_numpy(units[:decode_count]).to(device)
-        starts = batch.query_starts.tolist()
-        spans = tuple(PromptSpan(starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
-        return StatePlan(batch, decode_units, spans)
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -182,12 +142,14 @@ class BlockTable:
         """Return the blocks of the batch's sequences, [sequences, blocks], up to the longest context."""
         return self.host_blocks[self.table_rows, : count_context_blocks(batch, kv)]
 
+    def find_rows(self, sequences: IntArray | int, positions: IntArray, kv: PagedKV) -> IntArray:
+        """Return the pool row that holds K of layer 0 at each position, in the batch's sequence of that index."""
+        block_index, offset_in_block = np.divmod(positions, kv.block_size)
+        return kv.compute_block_rows(self.host_blocks[self.table_rows[sequences], block_index]) + offset_in_block
+
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """Return the pool row in which each token of the batch stores its K in layer 0: [tokens]."""
-        block_index, offset_in_block = np.divmod(batch.positions, kv.block_size)
-        has_only_decodes = batch.decode_count == len(batch.context_lens)
-        rows = self.table_rows if has_only_decodes else self.table_rows[batch.compute_sequence_indices()]
-        return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset_in_block
+        return self.find_rows(batch.compute_sequence_indices(), batch.positions, kv)
 
 
 def make_block_table(blocks: IntArray, kv: PagedKV) -> BlockTable:

@@ -15,18 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, StatePlan, get_accumulation_dtype
-from kernels.reference.recurrent import causal_conv, gated_delta, state_space
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, get_accumulation_dtype
+from kernels.reference.recurrent import PromptSpan, StatePlan, causal_conv, gated_delta, state_space
 from kernels.sampling import draw
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """A batch and its block tables."""
+    """Tokens of a step, and the rows of the KV cache that they write and read. See `PagedKV.view_layer` for rows."""
 
-    batch: RaggedBatch
-    block_table: IntArray
-    """[sequences, blocks]: blocks of each sequence in order; entries past a sequence's context are ignored."""
+    query_starts: list[int]
+    """[sequences + 1]: the batch's query_starts."""
+    slot_rows: Tensor
+    """[tokens]: row in which each token's K and V are stored."""
+    visible_rows: list[Tensor]
+    """Rows of the positions that some query of a sequence sees, in order, for each sequence."""
     window: int | None
 
 
@@ -45,7 +48,13 @@ class ReferenceKernels:
 
         `window`: number of last positions that a query sees, its own included; None: all.
         """
-        return ReferencePlan(batch, table.select_blocks(batch, kv), window)
+        visible_rows = []
+        for i, (context_len, query_count) in enumerate(zip(batch.context_lens, np.diff(batch.query_starts))):
+            first_visible = 0 if window is None else max(0, context_len - query_count + 1 - window)
+            rows = table.find_rows(i, np.arange(first_visible, context_len), kv)
+            visible_rows.append(torch.from_numpy(rows).to(self.device))
+        slot_rows = torch.from_numpy(table.compute_slot_rows(batch, kv)).to(self.device)
+        return ReferencePlan(batch.query_starts.tolist(), slot_rows, visible_rows, window)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
         """Store K and V of the step's tokens in a layer of the paged cache, and return their causal attention.
@@ -53,32 +62,14 @@ class ReferenceKernels:
         q and the result: [tokens, heads, dim]. k and v: [tokens, kv_heads, dim]; heads is a multiple of kv_heads.
         `plan`: the step's batch, prepared by `plan_attention`. `layer`: index of the layer in the cache `kv`.
         """
-        k_cache, v_cache = kv.view_layer(layer)
-        rows_by_sequence = [slice(start, end) for start, end in pairwise(plan.batch.query_starts.tolist())]
-        first_positions = (plan.batch.context_lens - np.diff(plan.batch.query_starts)).tolist()
+        k_rows, v_rows = kv.view_layer(layer)
         # All sequences are stored before any attends: they may share blocks, so that one reads what another stores.
-        for i, rows in enumerate(rows_by_sequence):
-            cache_index = self._compute_cache_index(plan, kv, i, first_positions[i])
-            k_cache[cache_index] = k[rows]
-            v_cache[cache_index] = v[rows]
+        k_rows[plan.slot_rows] = k
+        v_rows[plan.slot_rows] = v
         out = torch.empty_like(q)
-        for i, rows in enumerate(rows_by_sequence):
-            first_visible = 0 if plan.window is None else max(0, first_positions[i] - plan.window + 1)
-            cache_index = self._compute_cache_index(plan, kv, i, first_visible)
-            out[rows] = attend(q[rows], k_cache[cache_index], v_cache[cache_index], plan.window, scale)
+        for (start, end), visible_rows in zip(pairwise(plan.query_starts), plan.visible_rows):
+            out[start:end] = attend(q[start:end], k_rows[visible_rows], v_rows[visible_rows], plan.window, scale)
         return out
-
-    def _compute_cache_index(
-        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first_position: int
-    ) -> tuple[Tensor, ...]:
-        """Return the index into `PagedKV.view_layer` of the positions of a sequence from `first_position` on.
-
-        It is a tensor for each of the axes: unit, block of the unit, token of the block.
-        """
-        positions = np.arange(first_position, int(plan.batch.context_lens[sequence]))
-        blocks = plan.block_table[sequence][positions // kv.block_size]
-        axis_indices = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
-        return tuple(torch.from_numpy(axis_index).to(self.device) for axis_index in axis_indices)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).
@@ -161,7 +152,9 @@ class ReferenceKernels:
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
         """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
-        return StatePlan.from_units(batch, units, self.device)
+        decode_units = torch.from_numpy(units[: batch.decode_count]).to(self.device)
+        spans = [PromptSpan(*span, int(unit)) for span, unit in zip(pairwise(batch.query_starts.tolist()), units)]
+        return StatePlan(decode_units, spans[batch.decode_count :])
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)

@@ -7,13 +7,14 @@ defined. Prompts are computed one by one in chunks, which is the same in matrix 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import StatePlan, get_accumulation_dtype
+from kernels.interface import get_accumulation_dtype
 
 CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
@@ -22,6 +23,23 @@ StepFunction = Callable[..., Tensor]
 """Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
 ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 """Function of consecutive tokens of one sequence: (inputs, state) -> outputs and last state."""
+
+
+class PromptSpan(NamedTuple):
+    """A prompt of a batch: its tokens [start, end) in the batch, and the memory unit that holds its state."""
+
+    start: int
+    end: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Memory units that hold the states of a step's sequences: decoding ones, of one token each, and then prompts."""
+
+    decode_units: Tensor
+    """[decoding sequences] int64: unit of each one's state."""
+    prompt_spans: list[PromptSpan]
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool) -> Tensor:
@@ -34,7 +52,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, p
     """
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
-    decode_count = plan.batch.decode_count
+    decode_count = len(plan.decode_units)
     if decode_count:
         window = torch.cat((tails[plan.decode_units], x[:decode_count, None]), 1)  # [sequences, width, channels]
         out[:decode_count] = _add_bias_and_silu((window * taps).sum(1), bias, silu)
@@ -72,7 +90,7 @@ def _run_recurrence(
     each. `states`: [units, ..].
     """
     dtype = inputs[0].dtype
-    decode_count = plan.batch.decode_count
+    decode_count = len(plan.decode_units)
     if decode_count:
         state = states[plan.decode_units].to(dtype)
         out[:decode_count] = step(*(x[:decode_count] for x in inputs), state)

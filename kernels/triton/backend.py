@@ -84,19 +84,6 @@ class TritonKernels(ReferenceKernels):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        out = self.store_and_attend_decodes(q, k, v, kv, layer, plan, scale)
-        if plan.decode_count < q.shape[0]:
-            self._attend_prompts(q, out, kv, layer, plan, scale)
-        return out
-
-    def store_and_attend_decodes(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
-    ) -> Tensor:
-        """Store K and V of the step's tokens in the paged cache, and compute the attention of decoding sequences.
-
-        Decoding sequences have one token each and come first. The result, [tokens, heads, dim], has their attention;
-        the rows of prompts are uninitialised, for the caller to fill. k, v: [tokens, kv_heads, dim].
-        """
         num_tokens, _, head_dim = q.shape
         assert head_dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -110,6 +97,8 @@ class TritonKernels(ReferenceKernels):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.decode_count:
             self._attend_decodes(q, out, kv, layer, plan, scale)
+        if plan.decode_count < num_tokens:
+            self._attend_prompts(q, out, kv, layer, plan, scale)
         return out
 
     def _attend_decodes(

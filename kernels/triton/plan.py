@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,8 +48,14 @@ def choose_dot_precision(x: Tensor) -> str:
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
-AttendPrompts = Callable[[Tensor, PagedKV, int, float], Tensor]
-"""(q [tokens of the prompts, heads, dim], pool, layer, scale) -> attention of the prompts, in the shape of q."""
+@dataclass(frozen=True, slots=True)
+class FlashPrompts:
+    """Prompts of a step for FlashAttention."""
+
+    arguments: dict[str, Any]
+    """Arguments of its function that are the same in all layers."""
+    copied_rows: Tensor | None
+    """[context tokens of all prompts]: row of each one's K of layer 0, to copy; None: the cache is read in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +84,8 @@ class AttentionPlan:
     """Results of `get_query_tiles`, which all layers of a step share, by the queries of a tile."""
     refill_buffer: Tensor | None = None
     """[3, sequences]: slot rows, context lengths and rows in the `BlockTable` of a fixed plan, for one transfer."""
-    attend_prompts: AttendPrompts | None = None
-    """Function that computes the attention of the prompts; None: Triton kernels do."""
+    flash_prompts: FlashPrompts | None = None
+    """The prompts for FlashAttention; None: Triton kernels compute them."""
 
     def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """Return the tiles of the prompts' queries: the sequence of each, and its first query in that, [tiles] int32.

@@ -127,11 +127,11 @@ def pool(lens, block_size, per_unit, dim, dtype):
     table = np.full((len(lens), max(widths)), 10**6)
     for i, (n, width) in enumerate(zip(lens, widths, strict=True)):
         table[i, :width] = [blocks.pop() for _ in range(width)]
-        at = np.arange(n)
-        of = table[i, at // block_size]
+        positions = np.arange(n)
+        rows = kv.compute_block_rows(table[i, positions // block_size]) + positions % block_size
         for layer in range(layers):
             for view in kv.view_layer(layer):
-                view[of // per_unit, of % per_unit, at % block_size] = torch.randn(n, heads, dim).to(dtype)
+                view[rows] = torch.randn(n, heads, dim).to(dtype)
     return kv, table
 
 

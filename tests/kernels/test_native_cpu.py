@@ -49,12 +49,11 @@ def filled_pool(rng, dtype, lens, block_size, per_unit, layers, kv_heads, dim, m
     blocks = rng.sample(range(units * per_unit), sum(widths))
     for i, (n, width) in enumerate(zip(lens, widths)):
         table[i, :width] = [blocks.pop() for _ in range(width)]
-        at = table[i, np.arange(n) // block_size]
+        positions = np.arange(n)
+        rows = kv.compute_block_rows(table[i, positions // block_size]) + positions % block_size
         for layer in range(layers):
             for view in kv.view_layer(layer):
-                view[at // per_unit, at % per_unit, np.arange(n) % block_size] = (
-                    torch.randn(n, kv_heads, dim) * magnitude
-                ).to(dtype)
+                view[rows] = (torch.randn(n, kv_heads, dim) * magnitude).to(dtype)
     return kv, table
 
 
@@ -223,7 +222,8 @@ def test_long_contexts_lose_nothing(ops, rng):
     """Equal values come back as they are, however many tiles they are summed over."""
     lens = [20_000]
     kv, table = filled_pool(rng, torch.float32, lens, 16, 1, 1, 1, 16)
-    kv.view_layer(0)[1].fill_(0.75)
+    v_rows = kv.view_layer(0)[1]
+    v_rows[kv.compute_block_rows(table[0, :-1])[:, None] + np.arange(16)] = 0.75
     q, k = torch.randn(1, 2, 16), torch.randn(1, 1, 16)
     plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), make_block_table(table, kv), kv, None)
     output = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)

@@ -219,7 +219,7 @@ def test_keys_and_values_far_into_a_large_pool(rng):
     assert relative_error(output, expected) < 1e-2
     slots = [table[0, 2] * 32 + 8, table[1, 1] * 32 + 4]  # of the first key that each sequence stored
     for at, token in zip(slots, (0, 1), strict=True):
-        assert torch.equal(far.view_rows()[FAR // 32 + at], k[token].bfloat16().view(-1))
+        assert torch.equal(far.view_layer(0)[0][FAR // 32 + at], k[token].bfloat16())
 
 
 def test_states_far_into_a_large_pool(rng):
