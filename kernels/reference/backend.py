@@ -152,9 +152,10 @@ class ReferenceKernels:
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
         """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
-        decode_units = torch.from_numpy(units[: batch.decode_count]).to(self.device)
-        spans = [PromptSpan(*span, int(unit)) for span, unit in zip(pairwise(batch.query_starts.tolist()), units)]
-        return StatePlan(decode_units, spans[batch.decode_count :])
+        first = batch.decode_count  # decoding sequences come first in a batch
+        decode_units = torch.from_numpy(units[:first]).to(self.device)
+        spans = zip(pairwise(batch.query_starts[first:].tolist()), units[first:].tolist())
+        return StatePlan(decode_units, [PromptSpan(start, end, unit) for (start, end), unit in spans])
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)

@@ -22,7 +22,7 @@ NORM_EPS = 1e-6
 StepFunction = Callable[..., Tensor]
 """Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
 ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Function of consecutive tokens of one sequence: (inputs, state) -> outputs and last state."""
+"""Function of up to CHUNK_TOKENS tokens of one sequence: (inputs [tokens, ..], state) -> outputs and last state."""
 
 
 class PromptSpan(NamedTuple):
@@ -80,35 +80,27 @@ def _run_recurrence(
     out: Tensor,
     states: Tensor,
     plan: StatePlan,
-    step: StepFunction,
-    scan: ChunkFunction,
+    advance_tokens: StepFunction,
+    advance_chunk: ChunkFunction,
 ) -> None:
     """Run a recurrence over a batch of sequences: fill `out` [tokens, ..], and update the sequences' states in place.
 
-    The batch begins with the decoding sequences, of one token each: one call of `step` advances all of them. The
-    prompts follow, each of which `scan` computes in chunks. `inputs`: arguments of `step` and `scan`, [tokens, ..]
-    each. `states`: [units, ..].
+    The batch begins with the decoding sequences, of one token each: `advance_tokens` computes all of them at once. The
+    prompts follow, each of which `advance_chunk` computes in chunks. `inputs`: arguments of both functions, [tokens,
+    ..] each. `states`: [units, ..].
     """
     dtype = inputs[0].dtype
     decode_count = len(plan.decode_units)
     if decode_count:
         state = states[plan.decode_units].to(dtype)
-        out[:decode_count] = step(*(x[:decode_count] for x in inputs), state)
+        out[:decode_count] = advance_tokens(*(x[:decode_count] for x in inputs), state)
         states[plan.decode_units] = state.to(states.dtype)
     for start, end, unit in plan.prompt_spans:
-        out[start:end], state = scan(*(x[start:end] for x in inputs), states[unit].to(dtype))
+        state = states[unit].to(dtype)
+        for first_token in range(start, end, CHUNK_TOKENS):
+            chunk = slice(first_token, min(first_token + CHUNK_TOKENS, end))
+            out[chunk], state = advance_chunk(*(x[chunk] for x in inputs), state)
         states[unit] = state.to(states.dtype)
-
-
-def _scan_chunks(
-    advance: ChunkFunction, inputs: tuple[Tensor, ...], state: Tensor, token_axis: int
-) -> tuple[Tensor, Tensor]:
-    """Advance a state by one chunk of CHUNK_TOKENS after the other. Return (outputs of all tokens, last state)."""
-    outputs = []
-    for chunk in zip(*(torch.split(x, CHUNK_TOKENS, token_axis) for x in inputs)):
-        output, state = advance(*chunk, state)
-        outputs.append(output)
-    return torch.cat(outputs, token_axis), state
 
 
 def _compute_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +131,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor
     q, k = (_scale_to_unit_length(x.to(dtype)).repeat_interleave(heads_per_key_head, 1) for x in (q, k))
     inputs = (q * q.shape[-1] ** -0.5, k, v.to(dtype), log_decay.to(dtype), rate.to(dtype))
     out = torch.empty_like(v)
-    _run_recurrence(inputs, out, states, plan, _advance_delta_state, _scan_delta_chunks)
+    _run_recurrence(inputs, out, states, plan, _advance_delta_state, _advance_delta_chunk)
     return out
 
 
@@ -160,18 +152,6 @@ def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rat
     return (q[..., None, :] @ state)[..., 0, :]
 
 
-def _scan_delta_chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to one sequence in chunks. Return (output, final state).
-
-    q, k: [tokens, value_heads, key_dim]. The other shapes are those of `gated_delta`, without an axis of units.
-    """
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
-    output, state = _scan_chunks(_advance_delta_chunk, (q, k, v, log_decay.t(), rate.t()), state, token_axis=1)
-    return output.transpose(0, 1), state
-
-
 def _advance_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -179,8 +159,10 @@ def _advance_delta_chunk(
 
     Token t adds k_t^T u_t to the state S. The corrections u of all tokens solve one triangular system, with a_t the sum
     of log_decay up to t, and b = rate: u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S).
-    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. state: [heads, key_dim, value_dim].
+    q, k: [tokens, value_heads, key_dim]. The other shapes are those of `gated_delta`, without an axis of units.
     """
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
+    log_decay, rate = log_decay.t(), rate.t()
     decay_sum, pair_decay = _compute_decays(log_decay)
     decay_since_start = decay_sum.exp()[..., None]
     system = rate[..., None] * (k @ k.mT) * pair_decay
@@ -190,7 +172,7 @@ def _advance_delta_chunk(
     output = decay_since_start * (q @ state) + ((q @ k.mT) * pair_decay) @ corrections
     decay_to_end = pair_decay[:, -1, :, None]
     new_state = state * decay_since_start[:, -1:] + (k * decay_to_end).mT @ corrections
-    return output, new_state
+    return output.transpose(0, 1), new_state
 
 
 def state_space(
@@ -211,7 +193,7 @@ def state_space(
     dt = dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)
-    _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _scan_ssm_chunks)
+    _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _advance_ssm_chunk)
     return out.addcmul_(values, skip.to(dtype)[:, None]).to(x.dtype)
 
 
@@ -227,28 +209,19 @@ def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state
     return (state @ c.repeat_interleave(heads_per_group, 1)[..., None])[..., 0]
 
 
-def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply Mamba-2's recurrence to one sequence in chunks. Return (output, final state).
+def _advance_ssm_chunk(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply Mamba-2's recurrence to a chunk of one sequence's tokens. Return (output, state after the chunk).
 
     x, output: [tokens, heads, dim]; b, c: [tokens, groups, state_dim]; state: [heads, dim, state_dim].
     """
     num_tokens, num_heads, dim = x.shape
     heads_by_group = (b.shape[1], num_heads // b.shape[1])
     x = x.transpose(0, 1).view(*heads_by_group, num_tokens, dim)
-    log_decay = log_decay.t().view(*heads_by_group, num_tokens)
     b, c = (inputs.transpose(0, 1)[:, None] for inputs in (b, c))  # [groups, 1, tokens, state_dim]
     state = state.view(*heads_by_group, dim, -1)
-    output, state = _scan_chunks(_advance_ssm_chunk, (x, log_decay, b, c), state, token_axis=2)
-    return output.flatten(0, 1).transpose(0, 1), state.flatten(0, 1)
-
-
-def _advance_ssm_chunk(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply Mamba-2's recurrence to one chunk of tokens. Return (output, state after the chunk).
-
-    x, output: [groups, heads of a group, tokens, dim]; b, c: [groups, 1, tokens, state_dim].
-    """
-    decay_sum, pair_decay = _compute_decays(log_decay)
+    decay_sum, pair_decay = _compute_decays(log_decay.t().view(*heads_by_group, num_tokens))
     decay_since_start = decay_sum.exp()[..., None]
     output = ((c @ b.mT) * pair_decay) @ x + decay_since_start * (c @ state.mT)
     decay_to_end = pair_decay[..., -1, :, None]
-    return output, state * decay_since_start[..., -1:, :] + (x * decay_to_end).mT @ b
+    new_state = state * decay_since_start[..., -1:, :] + (x * decay_to_end).mT @ b
+    return output.flatten(0, 1).transpose(0, 1), new_state.flatten(0, 1)
