@@ -38,11 +38,29 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Referen
         backend = _choose_fastest(device) if device.type == "cuda" else "torch"
     if backend == "torch":
         backend = _choose_torch_backend(device)
-    if backend == "cpu":
-        return _make_cpu_kernels(device)
     if backend == "reference":
         return ReferenceKernels(device)
-    return _make_triton_kernels(device, backend)
+    if backend == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
+        if not HAS_NATIVE:
+            raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL_HINT}")
+        from kernels.cpu.backend import CpuKernels
+
+        return CpuKernels(device)
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"attention backend {backend!r}: the package triton must be installed, 'blockcast[gpu]' ({error})"
+        ) from error
+    if backend == "triton":
+        from kernels.triton.backend import TritonKernels
+
+        return TritonKernels(device)
+    from kernels.flash_attention import FlashAttentionKernels
+
+    return FlashAttentionKernels(device)
 
 
 def _choose_torch_backend(device: torch.device) -> str:
@@ -60,33 +78,6 @@ def _choose_torch_backend(device: torch.device) -> str:
         "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s", INSTALL_HINT
     )
     return "reference"
-
-
-def _make_cpu_kernels(device: torch.device) -> ReferenceKernels:
-    if device.type != "cpu":
-        raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
-    if not HAS_NATIVE:
-        raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL_HINT}")
-    from kernels.cpu.backend import CpuKernels
-
-    return CpuKernels(device)
-
-
-def _make_triton_kernels(device: torch.device, backend: str) -> ReferenceKernels:
-    """Make the backend "triton" or "flash-attn", which extends it. Raises ValueError if a package is missing."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"attention backend {backend!r}: the package triton must be installed, 'blockcast[gpu]' ({error})"
-        ) from error
-    if backend == "triton":
-        from kernels.triton.backend import TritonKernels
-
-        return TritonKernels(device)
-    from kernels.flash_attention import FlashAttentionKernels
-
-    return FlashAttentionKernels(device)
 
 
 def _choose_fastest(device: torch.device) -> str:
