@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +28,6 @@ Beyond 32 MB, glibc takes new pages from the system each time, which costs more 
 """
 MIN_CANDIDATE_COUNT = 256
 """Least number of likeliest tokens among which `top_k` and `top_p` are tried, before all tokens are sorted."""
-
-
-class KeptWeights(NamedTuple):
-    """Weights of the tokens that `top_k` and `top_p` keep."""
-
-    weights: Tensor
-    """[rows, tokens]; 0 for the tokens that are not kept."""
-    incomplete_rows: list[int]
-    """Rows to draw again from all tokens, as tokens outside of the given ones could be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,48 +107,48 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
     """
     vocab = values.shape[1]
     has_top_k = settings.top_k < vocab
-    full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
+    full_sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    if not has_top_k.all():
+        full_sums = _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64).masked_fill_(has_top_k, 0.0)
     top_k_max = int((settings.top_k * has_top_k).max())
     candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * top_k_max))
     if candidate_count == vocab:
-        return _draw_index(_keep_likeliest(values, peak, settings, has_top_k, full_sums).weights, settings.uniforms)
+        return _draw_index(_keep_likeliest(values, peak, settings, full_sums), settings.uniforms)
     candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
-    kept = _keep_likeliest(values.gather(1, candidate_ids), peak, settings, has_top_k, full_sums)
-    candidate_index = _draw_index(kept.weights, settings.uniforms)
-    tokens = candidate_ids.gather(1, candidate_index[:, None])[:, 0]
-    rows = kept.incomplete_rows
+    candidates = values.gather(1, candidate_ids)
+    weights = _keep_likeliest(candidates, peak, settings, full_sums)
+    tokens = candidate_ids.gather(1, _draw_index(weights, settings.uniforms)[:, None])[:, 0]
+    # If a candidate that equals the least one is kept, then a token that is not a candidate could be kept, too.
+    least_kept_values = candidates.masked_fill(weights == 0.0, float("inf")).amin(-1)
+    rows = (candidates.amin(-1) == least_kept_values).nonzero()[:, 0].tolist()
     if rows:
         row_settings = settings.select_rows(rows)
-        row_sums = None if full_sums is None else full_sums[rows]
-        row_weights = _keep_likeliest(values[rows], peak[rows], row_settings, has_top_k[rows], row_sums).weights
+        row_weights = _keep_likeliest(values[rows], peak[rows], row_settings, full_sums[rows])
         tokens[rows] = _draw_index(row_weights, row_settings.uniforms)
     return tokens
 
 
-def _keep_likeliest(
-    values: Tensor, peak: Tensor, settings: DrawSettings, has_top_k: Tensor, full_sums: Tensor | None
-) -> KeptWeights:
-    """Return the weights of the tokens that `top_k` and `top_p` keep, as shares of each row's greatest weight.
+def _keep_likeliest(values: Tensor, peak: Tensor, settings: DrawSettings, full_sums: Tensor) -> Tensor:
+    """Return the weight of each token as a share of its row's greatest weight; 0 if top_k or top_p drops the token.
 
-    values: [rows, n], logits of all tokens or of the likeliest n. peak: largest logit of each row. has_top_k: whether
-    each row has `top_k`. full_sums: sum of each row's weights over all tokens; None if every row has `top_k`.
+    A row's tokens are sorted by falling logit. top_k keeps the first ones, and top_p keeps the tokens before which the
+    running sum of weights is less than its share of a whole. The whole is the sum of what top_k keeps. Without top_k it
+    is the sum of all tokens, of which only some may be given here, so the caller knows it.
+
+    values and the result: [rows, n], for all tokens or the likeliest n. peak: largest logit of each row. full_sums:
+    [rows] fp64, weights of all tokens; 0 for a row with top_k.
     """
     sorted_values, token_order = values.sort(descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device)
     weights = _compute_weights(sorted_values, peak, settings)
     weights.masked_fill_(ranks >= settings.top_k[:, None], 0.0)
     running_sums = weights.cumsum(-1, dtype=torch.float64)
-    row_sums = running_sums[:, -1]
-    if full_sums is not None:
-        row_sums = torch.where(has_top_k, row_sums, full_sums)
-    # A token is kept if the sum before it is less than this. So the first is always kept, and without `top_p` all are.
-    sufficient_sums = (row_sums * settings.top_p).clamp_(min=1e-300)
+    whole = torch.where(full_sums > 0.0, full_sums, running_sums[:, -1])
+    # A token is kept if the sum before it is less than this. So the first is always kept, and without top_p all are.
+    sufficient_sums = (whole * settings.top_p).clamp_(min=1e-300)
     sufficient_sums.masked_fill_(settings.top_p >= 1.0, float("inf"))
     kept_weights = weights.masked_fill_(running_sums - weights >= sufficient_sums[:, None], 0.0)
-    # A row is incomplete if its smallest value is kept or equals one that is: a token outside could then be kept, too.
-    last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
-    incomplete_rows = (sorted_values[:, -1:] >= last_kept_values).nonzero()[:, 0].tolist()
-    return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), incomplete_rows)
+    return torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights)
 
 
 def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -167,15 +157,12 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
     """
-    groups = zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE))
-    return torch.cat([_search_running_sums(some_weights, some_uniforms) for some_weights, some_uniforms in groups])
-
-
-def _search_running_sums(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return what `_draw_index` returns, for few rows."""
-    running_sums = weights.cumsum(-1, dtype=torch.float64)
-    total = running_sums[:, -1:].contiguous()
-    index = torch.searchsorted(running_sums, uniforms.double()[:, None] * total, right=True)
-    # By rounding, the product may be the whole sum. Then the last weight that is not zero is drawn.
-    last_index = torch.searchsorted(running_sums, total)
-    return index.minimum(last_index)[:, 0]
+    indices = []
+    for group_weights, group_uniforms in zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE)):
+        running_sums = group_weights.cumsum(-1, dtype=torch.float64)
+        total = running_sums[:, -1:].contiguous()
+        index = torch.searchsorted(running_sums, group_uniforms.double()[:, None] * total, right=True)
+        # By rounding, the product may be the whole sum. Then the last weight that is not zero is drawn.
+        last_index = torch.searchsorted(running_sums, total)
+        indices.append(index.minimum(last_index)[:, 0])
+    return torch.cat(indices)
