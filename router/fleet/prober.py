@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.sources import DEFAULT_PORT, EventSource, KVTransferOffer, make_default_source, parse_endpoint_host
+from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse_endpoint_host
 from events.types import DecodeError
 from options.addresses import bracket_host
 from router.decide.load import EngineLoad
@@ -168,10 +168,18 @@ def make_transfer_facts(
     project sends one with its event sources. Workers with the same `group` can exchange KV. Here, a group has the same
     protocol, model and block size. A worker with one role does one thing: "prefill" gives KV, "decode" takes KV.
     """
-    protocol = flag.kv
+    protocol, offer = flag.kv, sources[0].kv_transfer if sources else None
     if not protocol:
-        offer = sources[0].kv_transfer if sources else None
-        return NO_TRANSFERS if offer is None else _make_offered_transfer_facts(offer)
+        if offer is None:
+            return NO_TRANSFERS
+        return TransferFacts(
+            group=offer.group,
+            kinds=KINDS_BY_DIALECT[BLOCKCAST],
+            bytes_per_token=offer.bytes_per_token,
+            gb_s=offer.gb_s,
+            dialect=BLOCKCAST,
+            address=offer.endpoint.removeprefix("tcp://"),
+        )
     # SGLang's decode workers may not report a block size. Mooncake's requests for KV name the engine that gives it.
     block_text = "" if protocol == SGLANG else f" {block_size}"
     has_required_ids = bool(engine_ids) or protocol != MOONCAKE
@@ -179,7 +187,7 @@ def make_transfer_facts(
         group=f"{protocol} {models[0].base}{block_text}",
         kinds=KINDS_BY_DIALECT[protocol],
         can_give=_may_give_kv(flag) and has_required_ids,
-        can_take=_may_take_kv(flag),
+        can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
         dialect=protocol,
         address="" if protocol == NIXL else _get_bootstrap_address(flag),
         engine_ids=engine_ids,
@@ -187,24 +195,8 @@ def make_transfer_facts(
     )
 
 
-def _make_offered_transfer_facts(offer: KVTransferOffer) -> TransferFacts:
-    """Return how an engine of this project exchanges KV, by what it offers to other engines."""
-    return TransferFacts(
-        group=offer.group,
-        kinds=KINDS_BY_DIALECT[BLOCKCAST],
-        bytes_per_token=offer.bytes_per_token,
-        gb_s=offer.gb_s,
-        dialect=BLOCKCAST,
-        address=offer.endpoint.removeprefix("tcp://"),
-    )
-
-
 def _may_give_kv(flag: WorkerFlag) -> bool:
     return PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles
-
-
-def _may_take_kv(flag: WorkerFlag) -> bool:
-    return DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles
 
 
 def _get_bootstrap_address(flag: WorkerFlag) -> str:
