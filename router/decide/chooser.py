@@ -33,7 +33,6 @@ from router.decide.target import PromptQuery, Target
 from router.decide.transfers.links import TransferLinks
 from router.decide.transfers.plans import (
     TransferPlanner,
-    can_prefill,
     compute_pull_share,
     find_best_sources,
     find_least_busy,
@@ -157,7 +156,7 @@ class Chooser:
         if load_order is not None:
             shortlist = load_order.list_rivals(matches)
             # A source may be none of the matched targets, or may compute the prompt because it is idle.
-            if any(can_prefill(source) or source.holder not in load_order.targets for source in sources):
+            if any(source.can_prefill_for_others or source.holder not in load_order.targets for source in sources):
                 matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches)
 
@@ -167,7 +166,7 @@ class Chooser:
         shortest_wait_s = find_shortest_wait_s(shortlist, now)
         congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, decay, self._cost_config)
         facts = RequestFacts(now, request.prompt_tokens, output_tokens, decay, congestion)
-        facts.can_move_prefill = any(map(can_prefill, sources))
+        facts.can_move_prefill = any(source.can_prefill_for_others for source in sources)
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist, best_sources)
 
@@ -207,8 +206,8 @@ class Chooser:
         plans = planner.plan_pulls(choice.candidates, best_sources)
         if facts.can_move_prefill:
             least_busy = find_least_busy(sources, facts.now)
-            cached_prefillers = [source.target for source in best_sources if can_prefill(source.target)]
-            prefillers = list(dict.fromkeys([*least_busy, *cached_prefillers]))
+            best_prefillers = [source.target for source in best_sources if source.target.can_prefill_for_others]
+            prefillers = list(dict.fromkeys([*least_busy, *best_prefillers]))
             plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers))
         self._add_plans(choice, plans)
 

@@ -25,6 +25,7 @@ from router.decide.load import (
     PeerLoad,
     RoutedTotals,
 )
+from router.decide.messages import TransferKind
 from router.decide.workers import NO_TRANSFERS, PREFILL_ROLE, WorkerSpec
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
 from simulation.steps import StepTimes
@@ -302,8 +303,8 @@ class Target:
         self.capacity = Capacity()
         self.speed = Speed(pool)
         self.transfer_facts = NO_TRANSFERS
-        self.can_prefill_for_others = True
-        """Whether the roles of its worker allow it to compute prompts for other workers to answer."""
+        self.can_prefill_for_others = False
+        """Whether it may compute prompts for other workers to answer, by the roles of its worker and by its engine."""
 
         # Load of this router's requests, and of others.
         self.load = Load()
@@ -334,7 +335,8 @@ class Target:
     def apply_worker_spec(self, spec: WorkerSpec) -> None:
         """Set capacities and abilities from a description of the worker. Each rank has an equal part of the memory."""
         self.transfer_facts = spec.transfer
-        self.can_prefill_for_others = not spec.roles or PREFILL_ROLE in spec.roles
+        may_prefill_for_others = not spec.roles or PREFILL_ROLE in spec.roles
+        self.can_prefill_for_others = may_prefill_for_others and TransferKind.PREFILL in spec.transfer.kinds
         capacity = self.capacity
         capacity.kv_tokens = capacity.observed_kv_tokens
         if spec.cache_tokens is not None:

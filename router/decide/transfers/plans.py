@@ -34,16 +34,11 @@ def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Matc
     )
 
 
-def can_prefill(target: Target) -> bool:
-    """Return whether a target may compute prompts for others."""
-    return target.can_prefill_for_others and TransferKind.PREFILL in target.transfer_facts.kinds
-
-
 def find_least_busy(sources: Sequence[Target], now: float) -> list[Target]:
     """Return the targets that can compute a prompt for another and would begin first, or interrupt fewest answers."""
     return heapq.nsmallest(
         SHORTLIST_MAX,
-        (target for target in sources if can_prefill(target)),
+        (target for target in sources if target.can_prefill_for_others),
         key=lambda target: (
             target.slot_wait_s + target.slowdown * target.estimate_queue_s(now),
             target.load.decode_request_count + target.peer_load.decode_requests,
