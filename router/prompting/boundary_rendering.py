@@ -8,11 +8,11 @@ begins with a token at which the tokenizer cuts any text, so that its ids do not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 import msgspec
 
+from options.bounded_dict import BoundedDict
 from prompts.chat_completions import Message
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -28,7 +28,14 @@ from router.prompting.placeholder_messages import (
     find_template_markers,
     is_system_message,
 )
-from router.prompting.turn_memo import TurnKey, TurnMemo, TurnPieces, read_plain_turn
+from router.prompting.turn_pieces import (
+    TURNS_STORED_MAX,
+    PlainTurn,
+    TurnKey,
+    TurnPieces,
+    find_pieces,
+    read_plain_turn,
+)
 
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
@@ -55,7 +62,8 @@ class BoundaryRenderer:
         assert tokenizer.chat_template is not None
         self.tokenizer = tokenizer
         self.template: ChatTemplate = tokenizer.chat_template
-        self._memo = TurnMemo()
+        self._pieces_by_turn: BoundedDict[TurnKey, TurnPieces | None] = BoundedDict(TURNS_STORED_MAX)
+        """None for turns of which the template changes the texts."""
 
     def render_new(
         self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -65,18 +73,39 @@ class BoundaryRenderer:
         `prefix`: short placeholder messages and their text, in place of the earlier messages. Return None if the
         template refuses the messages, or if the new ones may change what it writes for the earlier ones.
         """
-        render = partial(self._render_after, prefix, inputs)
         source = self._select_source(inputs.chat)
         turn = None if prefix.has_late_system else read_plain_turn(messages, find_template_markers(source))
-        if turn is None:  # the memo knows plain texts only
-            text, texts, pieces = render(messages), [], None
-        else:
-            key = TurnKey(prefix.digest, inputs.digest, turn.frames, read_clock(source))
-            text, pieces = self._memo.render(key, turn, messages, render)
+        pieces = None if turn is None else self._find_pieces(prefix, inputs, turn, messages)
+        texts: Sequence[str] = ()
+        if turn is None or pieces is None:
+            text = self._render_after(prefix, inputs, messages)
+        else:  # equal turns with other texts were rendered before
             texts = turn.texts
+            text = pieces.fill(texts)
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, prefix, inputs, messages, text, texts, pieces)
+
+    def _find_pieces(
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, turn: PlainTurn, messages: list[Message]
+    ) -> TurnPieces | None:
+        """Return what the template writes around the texts of new messages; None if it does more than insert them.
+
+        To find that, the template writes the messages, and once more with random texts. The result is stored for later
+        turns that differ by nothing but their texts. `turn`: what `read_plain_turn` has read of `messages`.
+        """
+        clock = read_clock(self._select_source(inputs.chat))
+        key = TurnKey(prefix.digest, inputs.digest, turn.frames, clock)
+        if key in self._pieces_by_turn:
+            return self._pieces_by_turn.get(key)
+        random_turn = turn.randomize()
+        text = self._render_after(prefix, inputs, messages)
+        random_text = self._render_after(prefix, inputs, random_turn.make_messages())
+        pieces = None
+        if text is not None and random_text is not None:
+            pieces = find_pieces(turn, text, random_turn, random_text)
+        self._pieces_by_turn[key] = pieces
+        return pieces
 
     def _select_source(self, chat: RoutingRequest) -> str:
         return self.template.select_source(has_tools=chat.tools is not None)
