@@ -165,7 +165,7 @@ class PromptReader:
         task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            result = await self.worker_pool.read(body_to_read, lambda _: task)
+            result = await self.worker_pool.read(body_to_read, task)
             self.tokenizers.record_rendering(model, is_overdue=result.is_overdue)
             prompt = result.parsed_body.prompt
         except RequestError as error:  # too many bodies wait, or the client has left
@@ -175,18 +175,13 @@ class PromptReader:
 
     async def _read_large(self, body_to_read: BodyToRead) -> ParsedBody:
         """Read a large body in a worker process; if only an engine has the tokenizer, ask it for the token ids."""
-        target: PromptTarget | None = None
-
-        def make_task(request: RoutingRequest) -> ReadTask:
-            nonlocal target
+        started_s = time.perf_counter()
+        async with self.worker_pool.inspect(body_to_read) as inspected_body:
+            request = inspected_body.parsed_body.request
             target = body_to_read.find_target(request)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
             task.makes_cache_entry = self.conversations.get_renderer(target.base_model) is not None
-            return task
-
-        started_s = time.perf_counter()
-        parsed_body = (await self.worker_pool.read(body_to_read, make_task)).parsed_body
-        assert target is not None
+            parsed_body = (await inspected_body.read_prompt(task)).parsed_body
         await self._ask_worker(parsed_body.prompt, parsed_body.request, target)
         parsed_body.prompt.seconds = time.perf_counter() - started_s
         if parsed_body.prompt.conversation is not None:
@@ -247,7 +242,7 @@ class PromptReader:
         else:
             task = self.make_task(model, kind, None)
             try:
-                prompt = (await self.worker_pool.read(body_to_read, lambda _: task)).parsed_body.prompt
+                prompt = (await self.worker_pool.read(body_to_read, task)).parsed_body.prompt
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return

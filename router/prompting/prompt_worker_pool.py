@@ -11,15 +11,15 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
 
 from prompts.errors import RequestError
 from prompts.process_pool import ProcessPool, WorkerProcess, WorkerProcessError
-from prompts.routing import ApiKind, RoutingRequest, parse_body
+from prompts.routing import ApiKind, parse_body
 from prompts.tokenizer import ID_TYPE, Checkpoint, Tokenizer, TokenizerError
 from router.prompting.body_fields import locate_fields
 from router.prompting.boundary_rendering import BoundaryRenderer
@@ -81,7 +81,7 @@ class PromptWorkerPool:
     """The worker processes of one router."""
 
     def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None) -> None:
-        self._config = config
+        self.config = config
         setup = WorkerState, (chat_template,)
         self.processes = ProcessPool(setup, config.count, config.memory_mb << 20)
         self._tenant_bytes: Counter[str] = Counter()
@@ -95,29 +95,42 @@ class PromptWorkerPool:
         """Bytes of the bodies that wait or are being read."""
         return self._tenant_bytes.total()
 
-    async def read(self, body: BodyToRead, make_task: Callable[[RoutingRequest], ReadTask]) -> ReadResult:
-        """Read a body in the next free process: first the fields by which it is routed, then the prompt.
+    async def read(self, body: BodyToRead, task: ReadTask) -> ReadResult:
+        """Read a body in the next free process, by a task that does not depend on the body. Raises RequestError."""
+        async with self.inspect(body) as inspected_body:
+            return await inspected_body.read_prompt(task)
 
-        `make_task`: chooses how to read the prompt, by the routing fields. If the process fails at the prompt, the
-        result has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
+    @asynccontextmanager
+    async def inspect(self, body: BodyToRead) -> AsyncIterator[InspectedBody]:
+        """Have the next free process find the fields by which a body is routed. It has the body until the block ends.
+
+        Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
         self._check_capacity(body.tenant, body.byte_count)
-        inspected_body: ParsedBody | None = None
         self._add_waiting(body.tenant, body.byte_count)
         try:
             async with self.processes.acquire(body.tenant) as process:
                 if not body.is_wanted():
                     raise _make_overload_error("the client left")
-                inspected_body = await self._inspect(process, body)
-                return await self._run_task(process, make_task(inspected_body.request))
-        except WorkerProcessError as error:
-            self.counts["failed"] += 1
-            log.warning("a body of %d bytes could not be read: %s", body.byte_count, error)
-            if inspected_body is None:
-                raise _make_overload_error("the body could not be read in time") from None
-            return ReadResult(inspected_body, is_overdue=True)
+                yield InspectedBody(self, process, await self._inspect(process, body), body.byte_count)
         finally:
             self._add_waiting(body.tenant, -body.byte_count)
+
+    async def _inspect(self, process: WorkerProcess, body: BodyToRead) -> ParsedBody:
+        try:
+            arguments = body.pieces, body.kind, body.needs_opening
+            parsed_body: ParsedBody = await process.call(START_S_MAX, _inspect_body, *arguments)
+            return parsed_body
+        except RequestError:
+            self.counts["refused"] += 1
+            raise
+        except WorkerProcessError as error:
+            self.record_failure(body.byte_count, error)
+            raise _make_overload_error("the body could not be read in time") from None
+
+    def record_failure(self, body_bytes: int, error: WorkerProcessError) -> None:
+        self.counts["failed"] += 1
+        log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
 
     async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
         """Try a chat template in a process that can be killed. `render_s_max`: CPU time of one rendering.
@@ -142,7 +155,7 @@ class PromptWorkerPool:
 
         A tenant with a body already must leave at least as much room free as all of its bodies then take.
         """
-        bytes_max = self._config.waiting_mb << 20
+        bytes_max = self.config.waiting_mb << 20
         tenant_bytes = self._tenant_bytes[tenant]
         remaining_bytes = bytes_max - (self.waiting_bytes + body_bytes)
         if remaining_bytes < 0:
@@ -162,28 +175,32 @@ class PromptWorkerPool:
 
     def close_idle(self, now: float) -> None:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
-        self.processes.close_idle(now - self._config.idle_s)
+        self.processes.close_idle(now - self.config.idle_s)
 
-    async def _inspect(self, process: WorkerProcess, body: BodyToRead) -> ParsedBody:
-        """Have a process find the fields by which a body is routed. Raises RequestError or WorkerProcessError."""
+
+class InspectedBody(NamedTuple):
+    """A body in a worker process, which has found the fields by which it is routed."""
+
+    pool: PromptWorkerPool
+    process: WorkerProcess
+    parsed_body: ParsedBody
+    """The body without its prompt."""
+    byte_count: int
+
+    async def read_prompt(self, task: ReadTask) -> ReadResult:
+        """Read the prompt, too. If the process fails, the result has none."""
+        pool = self.pool
+        seconds_max = min(pool.config.seconds_max, task.seconds_max or math.inf)
         try:
-            inspected_body: ParsedBody = await process.call(
-                START_S_MAX, _inspect_body, body.pieces, body.kind, body.needs_opening
-            )
-            return inspected_body
-        except RequestError:
-            self.counts["refused"] += 1
-            raise
-
-    async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
-        """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""
-        await process.call(START_S_MAX, _load_tokenizer, task.checkpoint)
-        seconds_max = min(self._config.seconds_max, task.seconds_max or math.inf)
-        result: ReadResult = await process.call(seconds_max, _run_task, task)
-        self.cpu_s += result.cpu_s
-        self.counts["read"] += 1
+            await self.process.call(START_S_MAX, _load_tokenizer, task.checkpoint)
+            result: ReadResult = await self.process.call(seconds_max, _run_task, task)
+        except WorkerProcessError as error:
+            pool.record_failure(self.byte_count, error)
+            return ReadResult(self.parsed_body, is_overdue=True)
+        pool.cpu_s += result.cpu_s
+        pool.counts["read"] += 1
         if result.problem is not None:
-            self.counts["unread"] += 1
+            pool.counts["unread"] += 1
             log.debug("a large prompt left to the worker to judge: %s", result.problem)
         return result
 

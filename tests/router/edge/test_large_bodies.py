@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_routing
+from prompts.routing import ApiKind, parse_routing
 from prompts.tokenizer import Checkpoint, Tokenizer
 from router.edge.upstream import UpstreamConnection
 from router.http.body_pieces import PIECE_BYTES
@@ -135,20 +137,21 @@ def make_body(pieces: Any, kind: ApiKind | None, **more: Any) -> BodyToRead:
     return BodyToRead(pieces, kind, **{"find_target": mock.Mock(), "is_wanted": lambda: True, **more})
 
 
-def ids_only(parsed: RoutingRequest) -> ReadTask:
-    return ReadTask()
+IDS_ONLY = ReadTask()
 
 
 def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
 
-        async def refuse(*_: Any, **__: Any) -> Any:
+        @contextlib.asynccontextmanager
+        async def refuse(*_: Any) -> AsyncIterator[None]:
             await gate.wait()
             raise RequestError("the client left", param=None, status=503)
+            yield  # so that this is a generator
 
         await edge.start()
-        edge.worker_pool.read = refuse
+        edge.worker_pool.inspect = refuse
         _, writer = await edge.connect()
         writer.write(make_post(b'{"model":"tiny","prompt":"' + b"x" * 100_000 + b'"}', b"/v1/completions"))
         await edge.until(lambda: edge.proxy.exchanges)
@@ -164,7 +167,7 @@ def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):
-            made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
+            made = (await worker_pool.read(make_body((PROMPT,), "completion"), IDS_ONLY)).parsed_body
             assert (made.request.model, len(made.prompt.token_ids or ())) == ("m", 1000)
             process = worker_pool.processes.processes[0].child
             assert process is not None
@@ -178,7 +181,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(2):
             (helper,) = worker_pool.processes.processes
-            made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
+            made = (await worker_pool.read(make_body((PROMPT,), "completion"), IDS_ONLY)).parsed_body
             assert len(made.prompt.token_ids or ()) == 1000
             worker_pool.close_idle(helper.last_used_s + 59.9)
             assert helper.child is not None
@@ -197,18 +200,16 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
     """The child is stopped, as if it were busy: no clock is compared with any work."""
 
     async def work(worker_pool: PromptWorkerPool) -> None:
-        def stops(parsed: RoutingRequest) -> ReadTask:
+        async with worker_pool.inspect(make_body((PROMPT,), "completion")) as inspected_body:
             process = worker_pool.processes.processes[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
             monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 0.05)
-            return ReadTask()
-
-        made = (await worker_pool.read(make_body((PROMPT,), "completion"), stops)).parsed_body
+            made = (await inspected_body.read_prompt(ReadTask())).parsed_body
         assert (made.request.model, made.prompt.token_ids) == ("m", None)
         assert worker_pool.counts["failed"] == 1
         monkeypatch.undo()
-        made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
+        made = (await worker_pool.read(make_body((PROMPT,), "completion"), IDS_ONLY)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
 
     run(PromptWorkerConfig(count=1, seconds_max=0.3), work)
@@ -219,13 +220,13 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 
     async def work(worker_pool: PromptWorkerPool) -> None:
         for needs_opening in (False, True):
-            made = await worker_pool.read(make_body((heavy,), "completion", needs_opening=needs_opening), ids_only)
+            made = await worker_pool.read(make_body((heavy,), "completion", needs_opening=needs_opening), IDS_ONLY)
             assert made.parsed_body.prompt.token_ids is None, "the helper has no room for so many"
-        made = (await worker_pool.read(make_body((PROMPT,), "completion"), ids_only)).parsed_body
+        made = (await worker_pool.read(make_body((PROMPT,), "completion"), IDS_ONLY)).parsed_body
         assert len(made.prompt.token_ids or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
-            asyncio.ensure_future(worker_pool.read(make_body(spaces, None, tenant=f"key {number}"), ids_only))
+            asyncio.ensure_future(worker_pool.read(make_body(spaces, None, tenant=f"key {number}"), IDS_ONLY))
             for number in range(5)
         ]
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -233,7 +234,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
         assert [error.status for error in refused] == [503, 503]
         assert worker_pool.waiting_bytes == 0
         with pytest.raises(RequestError, match="left"):
-            await worker_pool.read(make_body((PROMPT,), None, is_wanted=lambda: False), ids_only)
+            await worker_pool.read(make_body((PROMPT,), None, is_wanted=lambda: False), IDS_ONLY)
 
     run(PromptWorkerConfig(count=1, memory_mb=160, waiting_mb=38), work)
 
@@ -310,7 +311,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))
 
         async def work(worker_pool: PromptWorkerPool) -> None:
-            made = (await worker_pool.read(make_body(request.pieces, "completion"), ids_only)).parsed_body
+            made = (await worker_pool.read(make_body(request.pieces, "completion"), IDS_ONLY)).parsed_body
             assert made.prompt.token_ids is None
 
         assert allocated_bytes(lambda: run(PromptWorkerConfig(count=1), work)) < bytes_max

@@ -218,7 +218,7 @@ def test_a_chat_that_needs_too_much_memory_in_a_helper_costs_no_later_chat_its_p
             body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
             task = ReadTask(Checkpoint(folder))
             body_to_read = BodyToRead((body,), "chat", find_target=Mock(), is_wanted=lambda: True)
-            result = await worker_pool.read(body_to_read, lambda parsed: task)
+            result = await worker_pool.read(body_to_read, task)
             return result.parsed_body.prompt.token_ids is not None
 
         assert [await has_prompt(content) for content in ("hello", "long", "hello")] == [True, False, True]
@@ -276,7 +276,7 @@ def test_one_key_leaves_room_for_bodies_of_others() -> None:
         async def read(party: str) -> int:
             try:
                 body_to_read = BodyToRead(body, "other", find_target=Mock(), is_wanted=lambda: True, tenant=party)
-                await worker_pool.read(body_to_read, lambda parsed: ReadTask())
+                await worker_pool.read(body_to_read, ReadTask())
             except RequestError as refused:
                 return refused.status
             return 200
