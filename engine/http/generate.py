@@ -65,7 +65,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     # Few bodies refer to anything. Looking for the words is much cheaper than parsing every body twice.
     may_have_references = b'"previous_response_id"' in body or b'"item_reference"' in body
     if may_have_references:
-        with state.reserve_admission():
+        with state.admission.reserve():
             references = await state.reader.read(read_response_references, body, tenant=state.get_tenant(request))
         previous_id = references.previous_response_id
         if previous_id is not None:
@@ -86,7 +86,7 @@ async def generate(
     state = request.app[STATE]
     tenant = state.get_tenant(request)
     body = await receive_body(request)
-    with state.reserve_admission():  # a request that is being parsed counts as waiting until it is submitted
+    with state.admission.reserve():  # a request that is being parsed counts as waiting until it is submitted
         parsed_request = await state.reader.read(parse, body, extra_bytes=extra_bytes, tenant=tenant)
         state.check_model(parsed_request.body.model)
         requested = parsed_request.constraint
@@ -102,7 +102,7 @@ async def generate(
             kv_source=state.check_kv_source(parsed_request.kv_source),
         )
         formatter = _make_formatter(state, parsed_request, generation)
-        stream = state.submit(generation.requests)
+        stream = state.admission.submit(generation.requests)
     return await _respond(state, request, generation, stream, formatter)
 
 
@@ -137,7 +137,7 @@ async def _respond(
 
     If the client disconnects, which cancels this task, or the time limit passes, unfinished sequences are aborted.
     """
-    state.active_request_count += 1
+    state.admission.active_request_count += 1
     deadline_timer = _start_deadline_timer(stream, state.config.request_timeout_s)
     deadline_s = None if deadline_timer is None else deadline_timer.when()
     writer = ResponseWriter(request, state.config, deadline_s)
@@ -159,7 +159,7 @@ async def _respond(
         unfinished_count = sum(choice.finish_reason is None for choice in generation.choices)
         state.metrics.finished_sequences["abort"] += unfinished_count
         stream.close()
-        state.active_request_count -= 1
+        state.admission.active_request_count -= 1
 
 
 def _start_deadline_timer(stream: OutputStream, limit_s: float | None) -> asyncio.TimerHandle | None:

@@ -65,7 +65,7 @@ async def delete_response(request: web.Request) -> web.Response:
 async def check_health(request: web.Request) -> web.Response:
     """Answer 200 while new requests are admitted. `x-core-silent-seconds`: age of the oldest unanswered ping."""
     state = request.app[STATE]
-    state.check_available()
+    state.admission.check_available()
     return web.Response(headers={"x-core-silent-seconds": f"{state.client.ping_core():.1f}"})
 
 
@@ -102,7 +102,7 @@ async def list_kv_cache_groups(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes and announce that. Running sequences keep their blocks."""
     state = request.app[STATE]
-    state.check_running()
+    state.admission.check_running()
     await state.client.call_core("reset")
     return web.Response()
 

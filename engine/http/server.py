@@ -28,8 +28,9 @@ from aiohttp.web_log import AccessLogger
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.core_messages import CoreInfo
 from engine.http import routes, weights
+from engine.http.admission import IDLE_POLL_S, RETRY_AFTER_S, Admission, make_unavailable_error
 from engine.http.generate import create_response, generate
-from engine.http.state import IDLE_POLL_S, RETRY_AFTER_S, STATE, ServerState, make_unavailable_error
+from engine.http.state import STATE, ServerState
 from engine.process.client import EngineClient, EngineDeadError
 from engine.protocol.parsed_request import read_chat, read_completion, read_count, read_messages
 from engine.protocol.tokenize import read_detokenize, read_tokenize
@@ -307,7 +308,7 @@ class Server:
 
         failure = await self._stop_reason
         if failure is None:
-            await self._drain(state)
+            await self._drain(state.admission)
         else:
             await asyncio.sleep(DEATH_GRACE_S)
         server.close()
@@ -330,18 +331,18 @@ class Server:
         fleet_key = None if transfer_config.port is None else transfer_config.read_key()
         return ServerState(self._config, client, info, tokenizer, folder, fleet_key=fleet_key)
 
-    async def _drain(self, state: ServerState) -> None:
+    async def _drain(self, admission: Admission) -> None:
         """Admit no new requests. Wait for the running ones, until the time is up or a second signal comes."""
-        state.is_draining = True
-        if not state.active_request_count:
+        admission.is_draining = True
+        if not admission.active_request_count:
             return
         timeout_s = self._config.shutdown_timeout_s
-        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active_request_count, timeout_s)
+        log.info("finishing %d requests (at most %.0f s; again to stop now)", admission.active_request_count, timeout_s)
         deadline_s = time.monotonic() + timeout_s
-        while state.active_request_count and not self._should_stop_now and time.monotonic() < deadline_s:
+        while admission.active_request_count and not self._should_stop_now and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_POLL_S)
-        if state.active_request_count:
-            log.warning("ending with %d requests unfinished", state.active_request_count)
+        if admission.active_request_count:
+            log.warning("ending with %d requests unfinished", admission.active_request_count)
 
     def _on_signal(self) -> None:
         """Begin to stop at the first signal; at the second one, stop without waiting for requests."""

@@ -1,34 +1,27 @@
-"""State that all handlers share: facts of the loaded model, the client of the core, counters and admission."""
+"""State that all handlers share: facts of the loaded model, the client of the core, counters."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from aiohttp import web
 
 from engine.config import ServerConfig
 from engine.core_messages import CoreInfo
+from engine.http.admission import Admission
 from engine.http.api_keys import ApiKeys
 from engine.http.body_workers import BodyReader
 from engine.http.metrics import ServerMetrics
 from engine.http.response_store import ResponseStore
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.formats import resolve_formats
-from engine.process.client import EngineClient, EngineDeadError, OutputStream
+from engine.process.client import EngineClient
 from engine.protocol.params import ModelLimits
-from engine.types import KVSource, Request
-from prompts import RequestError, Tokenizer, bad_value
-from prompts.errors import field_error
+from engine.types import KVSource
+from prompts import Tokenizer, bad_value
 from prompts.kv_source import RemoteKVSource
-
-RETRY_AFTER_S = 1
-"""Value of the Retry-After header."""
-IDLE_POLL_S = 0.02
-"""Time between two looks at whether the last request has been answered."""
 
 
 class ServerState:
@@ -64,15 +57,8 @@ class ServerState:
         self.metrics = ServerMetrics()
         self.start_time_s = int(time.time())
 
-        # Requests in progress, and whether new ones are admitted.
-        self.active_request_count = 0
-        """Generating requests that are being answered."""
-        self._reading_request_count = 0
-        """Number of bodies that are being parsed. Each counts as one waiting sequence, until its number is known."""
+        self.admission = Admission(client, config.max_queue)
         self._request_numbers = itertools.count()
-        self.is_draining = False
-        self.is_asleep = False
-        """Whether no request is admitted because the engine sleeps, or is about to, or gets other weights."""
         self.weights_change_lock = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
@@ -86,60 +72,12 @@ class ServerState:
         """Return the name under which the client of a request takes turns with other clients."""
         return self.api_keys.get_tenant(request.headers, request.remote)
 
-    @contextmanager
-    def reserve_admission(self) -> Iterator[None]:
-        """Count a request as waiting while its body is parsed, in a `with` block. Raises RequestError 503 or 429."""
-        self._check_capacity(1)
-        self._reading_request_count += 1
-        try:
-            yield
-        finally:
-            self._reading_request_count -= 1
-
     def check_kv_source(self, remote_source: RemoteKVSource | None) -> KVSource | None:
         """Return the peer that a body names as the source of cached blocks. Raises RequestError 403."""
         if remote_source is None or self._fleet_key is None:
             return None
         remote_source.check_signature(self._fleet_key)
         return KVSource(remote_source.remote_host, remote_source.remote_port, remote_source.cached_tokens)
-
-    def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Submit all sequences of a request, or none of them. Raises RequestError 503, 429 or 400."""
-        limit = self.config.max_queue
-        if limit and len(requests) > limit:
-            raise field_error("n", f"{len(requests)} sequences, expected at most {limit} (--max-queue)")
-        self._check_capacity(len(requests) - 1)
-        return self.client.submit(requests)
-
-    def check_available(self) -> None:
-        """Raise RequestError 503 while no new request can be admitted."""
-        self.check_running()
-        if self.is_draining:
-            raise make_unavailable_error("the server is shutting down")
-        if self.is_asleep:
-            raise make_unavailable_error("the engine sleeps, or is given other weights")
-
-    def check_running(self) -> None:
-        """Raise RequestError 503 if the core has died."""
-        if self.client.death_reason is not None:
-            raise EngineDeadError(self.client.death_reason)
-
-    def _check_capacity(self, additional_sequences: int) -> None:
-        """Raise RequestError 429 if `--max-queue` forbids so many more sequences, and 503 if none is admitted."""
-        self.check_available()
-        limit = self.config.max_queue
-        current_sequences = self.client.in_flight_count + self._reading_request_count
-        if limit and current_sequences + additional_sequences > limit:
-            raise RequestError(
-                f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",
-                code="queue_full",
-                status=429,
-            )
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no generating request is being answered."""
-        while self.active_request_count:
-            await asyncio.sleep(IDLE_POLL_S)
 
     def make_request_prefix(self) -> str:
         """Return a new prefix for the ids of a request's sequences in the core, such as "1f" for "1f-0" and "1f-1"."""
@@ -165,7 +103,3 @@ def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, 
         script=info.script,
         has_transfers=has_transfers,
     )
-
-
-def make_unavailable_error(message: str) -> RequestError:
-    return RequestError(message, code="unavailable", status=503)

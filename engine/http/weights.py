@@ -50,7 +50,7 @@ async def wake_up(request: web.Request) -> web.Response:
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
-    return web.json_response({"is_sleeping": request.app[STATE].is_asleep})
+    return web.json_response({"is_sleeping": request.app[STATE].admission.is_asleep})
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
@@ -90,16 +90,16 @@ async def _change_weights(state: ServerState, action: Literal["sleep", "wake", "
     (`finish_uncancelled`). Raises RequestError 409 if the change fails, and at once if it does not apply.
     """
     async with state.weights_change_lock:
-        is_asleep_at_end = state.is_asleep
+        is_asleep_at_end = state.admission.is_asleep
         if is_asleep_at_end != (action == "wake"):
             status = "asleep" if is_asleep_at_end else "awake"
             raise RequestError(f"{action}: the engine is {status}", code="conflict", status=409)
-        state.is_asleep = True  # no request is admitted while this waits
+        state.admission.is_asleep = True  # no request is admitted while this waits
         try:
-            await state.wait_until_idle()
+            await state.admission.wait_until_idle()
             await state.client.call_core(action, **options)
             is_asleep_at_end = action == "sleep"
         except ValueError as error:
             raise RequestError(str(error), code="conflict", status=409) from None
         finally:
-            state.is_asleep = is_asleep_at_end
+            state.admission.is_asleep = is_asleep_at_end

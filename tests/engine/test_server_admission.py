@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from engine.config import ServerConfig
 from engine.http import generate
+from engine.http.admission import Admission
 from engine.http.generate import ResponseWriter
 from engine.http.server import make_runner
-from engine.http.state import ServerState
 from prompts import RequestError
 
 
@@ -32,51 +32,48 @@ class Client:
         self.in_flight_count += len(requests)
 
 
-def make_state(limit: int, client: Any) -> ServerState:
-    state = object.__new__(ServerState)
-    state.config, state.client, state._reading_request_count = ServerConfig(max_queue=limit), client, 0
-    state.is_draining = state.is_asleep = False
-    return state
+def make_admission(limit: int, client: Any) -> Admission:
+    return Admission(client, limit)
 
 
 @given(limit=st.integers(1, 6), arrivals=st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=12))
 def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple[int, bool]]) -> None:
     """Any number come in at once, are read for a while, and then submit what they ask for or give up."""
     client = Client()
-    state = make_state(limit, client)
+    admission = make_admission(limit, client)
     with ExitStack() as reading:
         inside = []
         for count, submits in arrivals:
             place = ExitStack()
             try:
-                place.enter_context(state.reserve_admission())
+                place.enter_context(admission.reserve())
             except RequestError as error:
                 refusal_status = error.status
-                assert (refusal_status, client.in_flight_count + state._reading_request_count) == (429, limit)
+                assert (refusal_status, client.in_flight_count + admission._reading_request_count) == (429, limit)
                 continue
             inside.append((reading.enter_context(place), count, submits))
         for place, count, submits in inside:
             if submits:
-                before = client.in_flight_count + state._reading_request_count
+                before = client.in_flight_count + admission._reading_request_count
                 try:
-                    state.submit([SimpleNamespace()] * count)
+                    admission.submit([SimpleNamespace()] * count)
                     refusal_status = 200
                 except RequestError as error:
                     refusal_status = error.status
                 fits = before + count - 1 <= limit
                 assert refusal_status == (200 if fits else 400 if count > limit else 429)
             place.close()
-            assert client.in_flight_count + state._reading_request_count <= limit
-    assert state._reading_request_count == 0
+            assert client.in_flight_count + admission._reading_request_count <= limit
+    assert admission._reading_request_count == 0
 
 
 def test_nobody_is_let_in_while_the_server_ends() -> None:
-    state = make_state(0, Client())
-    with state.reserve_admission():
-        state.is_draining = True
+    admission = make_admission(0, Client())
+    with admission.reserve():
+        admission.is_draining = True
         with pytest.raises(RequestError, match="shutting down"):
-            state.submit([SimpleNamespace()])
-    with pytest.raises(RequestError, match="shutting down"), state.reserve_admission():
+            admission.submit([SimpleNamespace()])
+    with pytest.raises(RequestError, match="shutting down"), admission.reserve():
         raise AssertionError
 
 

@@ -18,6 +18,7 @@ from aiohttp import ClientSession, web
 
 from engine.config import ServerConfig
 from engine.http import server
+from engine.http.admission import Admission
 from engine.http.api_keys import ApiKeys
 from engine.http.generate import ChoiceUpdater
 from engine.http.metrics import RequestClock, ServerMetrics
@@ -49,8 +50,8 @@ def make_state(client: Client, **config: Any) -> ServerState:
     state.config = ServerConfig(sleep_mode=True, **config)
     state.client, state.metrics, state.model_names = client, ServerMetrics(), ("m",)  # type: ignore[assignment]
     state.info = SimpleNamespace(model_path="/models/own", max_model_len=8)  # type: ignore[assignment]
-    state.is_asleep = state.is_draining = False
-    state.start_time_s, state.active_request_count = 0, 0
+    state.admission = Admission(state.client, 0)
+    state.start_time_s = 0
     state.weights_change_lock = asyncio.Lock()
     state.api_keys = ApiKeys(state.config.api_keys, state.config.admin_api_key)
     return state
@@ -164,7 +165,7 @@ def test_an_operator_who_leaves_before_a_refusal_leaves_no_traceback(caplog: pyt
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.sleep(0.05)
-        assert not state.is_asleep
+        assert not state.admission.is_asleep
 
     asyncio.run(play())
     gc.collect()
@@ -178,7 +179,7 @@ def test_a_change_that_the_engine_has_made_already_keeps_no_request_out(path: st
     async def play() -> None:
         client = Client()
         state = make_state(client)
-        state.active_request_count, state.is_asleep = 1, is_asleep
+        state.admission.active_request_count, state.admission.is_asleep = 1, is_asleep
         runner = make_runner(build_app(state), log_requests=False)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -189,7 +190,7 @@ def test_a_change_that_the_engine_has_made_already_keeps_no_request_out(path: st
                 assert ("asleep" if is_asleep else "awake") in (await answer.json())["error"]["message"]
         finally:
             await runner.cleanup()
-        assert state.is_asleep == is_asleep
+        assert state.admission.is_asleep == is_asleep
         assert not client.calls
 
     asyncio.run(asyncio.wait_for(play(), 30))
