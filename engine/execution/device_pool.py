@@ -12,7 +12,7 @@ import torch
 from engine.cache.spec import CacheSpec, ceil_div
 from engine.execution.block_copier import BlockCopier
 from engine.models.layers import LayerState
-from engine.models.state import StateLayout
+from engine.models.recurrent_state import StateLayout
 from engine.types import StepPlan
 from kernels import PagedKV
 

@@ -24,8 +24,8 @@ from engine.models.layers import (
     RecurrentMixer,
     RMSNorm,
 )
+from engine.models.recurrent_state import StateLayout
 from engine.models.rope import RopeConfig, RopeTable
-from engine.models.state import StateLayout
 from engine.models.vocabulary import Vocabulary
 from engine.models.weights import Weight, WeightScope
 

@@ -19,8 +19,8 @@ from options.system import raise_file_limit
 from prompts.errors import RequestError
 from router.app.config import ProcessConfig
 from router.app.failure_log import FailureLog
+from router.app.process_limits import compute_streams_max, name_flag_in_errors
 from router.app.request_pipeline import RequestPipeline
-from router.app.system import compute_streams_max, name_flag_in_errors
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
@@ -31,9 +31,9 @@ from router.fleet.membership import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.prober import Prober
+from router.fleet.worker_checkpoints import WorkerCheckpoints
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_monitor import FleetContext
-from router.fleet.worker_tokenizers import WorkerTokenizers
 from router.host_names import HostNames
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
@@ -94,10 +94,10 @@ class Cluster:
             trusts_endpoints=config.fleet.trust_event_endpoints,
             kv_dialects=config.kv_dialects,
         )
-        worker_tokenizers = WorkerTokenizers(tokenizers, proxy.core.workers)
+        worker_checkpoints = WorkerCheckpoints(tokenizers, proxy.core.workers)
         self.fleet = Fleet(
             FleetContext(
-                proxy.core, prober, self.feed, worker_tokenizers, peer_client, proxy.perform, config.fleet, proxy.now
+                proxy.core, prober, self.feed, worker_checkpoints, peer_client, proxy.perform, config.fleet, proxy.now
             )
         )
 

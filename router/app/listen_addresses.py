@@ -8,7 +8,7 @@ from typing import NamedTuple
 from options.tls import make_server_context
 from router.app.api_keys import AdminGuard, Guard
 from router.app.config import ProcessConfig
-from router.app.system import name_flag_in_errors
+from router.app.process_limits import name_flag_in_errors
 from router.http.connection import Application
 from router.http.listener import Listener
 

@@ -25,10 +25,7 @@ from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dispatch import RequestDispatcher
 from router.app.listen_addresses import bind_addresses
-from router.app.request_pipeline import RequestPipeline
-from router.app.server import RouterApp, list_forwarded_paths
-from router.app.shutdown import Shutdown
-from router.app.system import (
+from router.app.process_limits import (
     TRIM_S,
     compute_connections_max,
     compute_worker_requests_max,
@@ -36,6 +33,9 @@ from router.app.system import (
     limit_garbage_collection,
     make_heap_trimmer,
 )
+from router.app.request_pipeline import RequestPipeline
+from router.app.server import RouterApp, list_forwarded_paths
+from router.app.shutdown import Shutdown
 from router.app.timers import Timers
 from router.app.tracing import Tracing
 from router.edge.config import CONNECTIONS_MAX

@@ -72,7 +72,7 @@ class Fleet:
         if existing is not None:
             existing.cancel()
             if existing.flag.url != flag.url:
-                self._context.tokenizers.remove_worker(existing.flag)
+                self._context.checkpoints.remove_worker(existing.flag)
             monitor.readiness = existing.readiness
         self._monitors[flag.worker_id] = monitor
         monitor.start()
@@ -84,7 +84,7 @@ class Fleet:
             return
         monitor.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._context.tokenizers.remove_worker(monitor.flag)
+        self._context.checkpoints.remove_worker(monitor.flag)
         self._feed.forget(worker_id)
         self._context.perform(self._core.remove_worker(worker_id, self._now()))
 

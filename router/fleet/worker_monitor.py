@@ -23,9 +23,9 @@ from router.fleet.index_feed import IndexFeed, PeerSnapshot
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.retries import double_pause, run_forever, run_with_timeout
+from router.fleet.worker_checkpoints import WorkerCheckpoints
 from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import are_ranks_asleep
-from router.fleet.worker_tokenizers import WorkerTokenizers
 from router.http_client import FetchError
 
 log = logging.getLogger("router")
@@ -55,7 +55,7 @@ class FleetContext:
     """Asks workers over HTTP."""
     feed: IndexFeed
     """Reads the workers' cache events."""
-    tokenizers: WorkerTokenizers
+    checkpoints: WorkerCheckpoints
     peers: PeerClient
     """Other routers, which may have copies of a worker's index."""
     perform: Callable[[Iterable[Instruction]], None]
@@ -322,7 +322,7 @@ class WorkerMonitor:
         if not self.is_watched():  # else the tokenizers would remember a worker that is gone
             return False
         is_restarted = was_down or facts.is_new_engine or earlier_facts is None
-        await fleet.tokenizers.update(self.flag, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts)
+        await fleet.checkpoints.update(self.flag, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts)
         snapshots = {}
         if self.worker_id not in fleet.core.workers:
             fetching = fleet.peers.fetch_snapshots(self.worker_id, facts.sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.app.system import compute_connections_max, compute_worker_requests_max, describe_missing_files
+from router.app.process_limits import compute_connections_max, compute_worker_requests_max, describe_missing_files
 
 
 def test_connections_are_bounded_by_descriptors() -> None:

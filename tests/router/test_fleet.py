@@ -25,7 +25,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from events.sources import EventSource
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint
-from router.app.system import compute_streams_max
+from router.app.process_limits import compute_streams_max
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
@@ -40,6 +40,7 @@ from router.fleet.membership import Fleet
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.prober import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.retries import double_pause, run_forever
+from router.fleet.worker_checkpoints import WorkerCheckpoints, find_checkpoints
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_monitor import (
     BLOCKS_FACTOR,
@@ -50,7 +51,6 @@ from router.fleet.worker_monitor import (
     compute_max_blocks,
 )  # fmt: skip
 from router.fleet.worker_responses import ModelList
-from router.fleet.worker_tokenizers import WorkerTokenizers, find_checkpoints
 from router.host_names import HostNames
 from router.http_client import FetchError
 from router.index import make_index
@@ -100,7 +100,7 @@ def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
 
 
 def use_tokenizers(fleet: Fleet, tokenizers: ModelTokenizers) -> ModelTokenizers:
-    fleet._context.tokenizers._tokenizers = tokenizers
+    fleet._context.checkpoints._tokenizers = tokenizers
     return tokenizers
 
 
@@ -108,7 +108,7 @@ def make_fleet(
     core: Any, prober: Any, feed: Any, prompts: Any, config: FleetConfig, *, now: Callable[[], float],
     peers: Any = NO_PEERS,
 ) -> Fleet:  # fmt: skip
-    tokenizers = WorkerTokenizers(prompts, core.workers)
+    tokenizers = WorkerCheckpoints(prompts, core.workers)
     return Fleet(FleetContext(core, prober, feed, tokenizers, peers, lambda _: None, config, now))
 
 
@@ -183,7 +183,7 @@ def test_a_worker_that_is_removed_while_it_is_probed_leaves_nothing(tmp_path: Pa
     async def run() -> None:
         monitor = fleet._monitors["h:1"] = WorkerMonitor(parse_worker_flag("http://h:1"), "operator", fleet._context)
         assert not await monitor.probe_and_register()
-        assert fleet._context.tokenizers._checkpoints == {}
+        assert fleet._context.checkpoints._checkpoints == {}
 
     asyncio.run(run())
 
@@ -746,7 +746,7 @@ def test_tokenizers_are_read_again_when_a_worker_that_was_down_is_back() -> None
             async def discover(base: str, *_: object) -> None:
                 readings.append(base)
 
-            fleet._context.tokenizers._tokenizers.discover = discover  # type: ignore[method-assign]
+            fleet._context.checkpoints._tokenizers.discover = discover  # type: ignore[method-assign]
             await page.wait_for_requests("/metrics", 3)
             assert readings == []
             core.mark_worker_down(name, asyncio.get_running_loop().time(), "a fault")
@@ -790,8 +790,8 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 spec = dataclasses.replace(facts.spec, worker_id="second", url="http://second:1")
                 core.add_worker(spec, 0.0, is_up=True)
                 second_facts = dataclasses.replace(facts, spec=spec)
-                worker_tokenizers = fleet._context.tokenizers
-                worker_tokenizers._checkpoints["second"] = find_checkpoints(second_facts)
+                worker_checkpoints = fleet._context.checkpoints
+                worker_checkpoints._checkpoints["second"] = find_checkpoints(second_facts)
 
                 serve("new")
                 await page.wait_for_requests("/metrics", 3)
@@ -807,10 +807,10 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                     dataclasses.replace(second_facts, roots={}),
                     dataclasses.replace(second_facts, roots={"base": str(tmp_path / "elsewhere")}),
                 ):
-                    worker_tokenizers._checkpoints["second"] = find_checkpoints(kept_facts)
-                    assert not worker_tokenizers._forget_replaced("second", kept_facts)
-                worker_tokenizers._checkpoints["second"] = find_checkpoints(second_facts)
-                assert worker_tokenizers._forget_replaced("second", second_facts)
+                    worker_checkpoints._checkpoints["second"] = find_checkpoints(kept_facts)
+                    assert not worker_checkpoints._forget_replaced("second", kept_facts)
+                worker_checkpoints._checkpoints["second"] = find_checkpoints(second_facts)
+                assert worker_checkpoints._forget_replaced("second", second_facts)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -825,7 +825,7 @@ def test_new_files_in_a_folder_are_read_once_no_worker_has_the_old_ones(tmp_path
         page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                tokenizers = fleet._context.checkpoints._tokenizers = ModelTokenizers(
                     executor, ConversationReader(0), None
                 )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
@@ -854,7 +854,7 @@ def test_a_tokenizer_is_kept_while_the_worker_has_neither_it_nor_the_files_of_to
         page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                tokenizers = fleet._context.checkpoints._tokenizers = ModelTokenizers(
                     executor, ConversationReader(0), None
                 )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
@@ -887,7 +887,7 @@ def test_a_checkpoint_that_comes_to_this_machine_after_its_workers_have_started_
         serve(tmp_path)
         async with watching(page, config, feed_of()) as (fleet, core, name):
             with ThreadPoolExecutor(1) as executor:
-                tokenizers = fleet._context.tokenizers._tokenizers = ModelTokenizers(
+                tokenizers = fleet._context.checkpoints._tokenizers = ModelTokenizers(
                     executor, ConversationReader(0), None
                 )
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")

@@ -16,7 +16,7 @@ from router.edge.config import EdgeConfig
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR = """
 import gc
-from router.app.system import limit_garbage_collection
+from router.app.process_limits import limit_garbage_collection
 limit_garbage_collection()
 looked = []
 gc.callbacks.append(lambda phase, info: looked.append(

@@ -419,7 +419,7 @@ HEAP = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from options.system import read_resident_bytes
-from router.app.system import make_heap_trimmer
+from router.app.process_limits import make_heap_trimmer
 before = read_resident_bytes()
 with ThreadPoolExecutor(1) as threads:
     trim = make_heap_trimmer(threads)

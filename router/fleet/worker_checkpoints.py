@@ -19,7 +19,7 @@ TOKENIZER_S_MAX = 60.0
 """Longest wait for the tokenizer of a model before its worker joins without."""
 
 
-class WorkerTokenizers:
+class WorkerCheckpoints:
     """Has the tokenizers of the workers' models loaded, and forgets one when its files were replaced."""
 
     def __init__(self, tokenizers: ModelTokenizers, workers: Mapping[str, Worker]) -> None:
