@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """What one cache of prefixes finds under different orders of eviction, on traces of requests.
 
     python benchmarks/eviction.py --json out.json mooncake_conversation.jsonl.gz claude_code_agentic.jsonl.gz

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """The prefix index measured: ingest from payload bytes, match, decision, bytes per entry, longest pause.
 
     python benchmarks/index.py --json index.json [--quick]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Bytes a second of blocks between two engines on loopback: real caches, memory and connections, without a model.
 
 python benchmarks/kv_transfer.py [--blocks 256] [--block-mib 2] [--rounds 5]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """What the router costs: CPU a request, added latency, CPU and delay a stream's chunk, and peers on the same workers.
 
     python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--cases] [--json FILE]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Does the router's memory stay flat? Mixed load on mock workers for as long as asked, resident memory every interval.
 
     python benchmarks/soak.py --minutes 30 [--rate 300] [--json FILE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ BYTES_EXAMPLE = re.compile(r"^```hex\n.*?^```$", re.MULTILINE | re.DOTALL)
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PAGES_OF_OTHERS = {"docs/router/router.md"}
 """Pages of another project that a comment cites."""
+SCRIPT_START = re.compile(r"(?:^(?:\$ )?|`)((?:scripts|benchmarks)/\S+) -", re.MULTILINE)
+"""A script with its options, as a line of a command or in a sentence."""
 NAMED_PAGE = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg|png)\b")
 
 
@@ -72,6 +75,13 @@ def test_every_page_that_the_programs_name_exists() -> None:
             continue
         for name in NAMED_PAGE.findall(text):
             assert name in PAGES_OF_OTHERS or (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
+
+
+def test_every_script_that_a_page_starts_by_its_path_can_be_started_so() -> None:
+    """A reader types `benchmarks/engine.py --rounds 3` as it stands there."""
+    starts = {start for page in PAGES for start in SCRIPT_START.findall(page.read_text())}
+    assert starts, "no page starts a script by its path"
+    assert [start for start in sorted(starts) if not os.access(ROOT / start, os.X_OK)] == []
 
 
 def list_sentences(page: Path) -> list[str]:
