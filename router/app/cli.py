@@ -85,7 +85,7 @@ EPP_HELP = """Tell Envoy which worker of URL... each request goes to: the Endpoi
 
 Gateways of the Gateway API Inference Extension speak it too. Envoy carries the bytes; deploy/envoy/ configures it.
 
-Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[epp]'`.
+Chooses as `router run` does, with its flags, but moves no KV. Needs `pip install 'blockcast[epp]'`.
 
 \b
   router epp http://gpu1:8000 http://gpu2:8000 --port 9002

@@ -64,7 +64,7 @@ class EdgeConfig:
     session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
         "A header that names the session, besides the well-known ones.",
         "agent=NAME, parent=NAME, parent_agent=NAME and final=NAME name the headers that carry "
-        "these (docs/how-to/connect-coding-agents.md)."] = ()
+        "these (docs/reference/sessions.md)."] = ()
     key_requests_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-in-flight-by-key"),
         "Most requests of one API key at once; more are answered 429."] = 100_000
     key_tokens_max: Annotated[int, Meta(ge=1, le=10**15, title="N"), Flag("--max-tokens-by-key"),

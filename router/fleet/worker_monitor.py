@@ -358,7 +358,7 @@ class WorkerMonitor:
         has_too_many_streams = len(facts.sources) > free_stream_count
         if has_too_many_streams and not self.has_too_many_streams:
             log.warning(
-                "worker %s has %d event streams, and there is room for %d: it is routed by history",
+                "worker %s has %d event streams, and there is room for %d: its cache is estimated",
                 self.worker_id, len(facts.sources), free_stream_count,
             )  # fmt: skip
         is_changed = facts != self.facts or has_too_many_streams != self.has_too_many_streams
