@@ -11,6 +11,7 @@ import pytest
 from router.decide.messages import RouteRequest, Terms
 
 HOW_TO = Path(__file__).resolve().parents[1] / "docs" / "how-to"
+COMPATIBILITY = HOW_TO.parent / "reference" / "compatibility.md"
 OWN_FIELDS = {"similar_prompt"}
 """Fields of a request that the router alone reads. The page names them below its table."""
 
@@ -33,3 +34,9 @@ def test_the_table_has_every_field(struct: type[msgspec.Struct], page: str, head
     fields = list_table_fields(page, heading)
     assert sorted(fields) == sorted(set(struct.__struct_fields__) - own_fields)
     assert all(f"`{name}`" in (HOW_TO / page).read_text() for name in own_fields)
+
+
+def test_the_page_of_compatibility_lists_every_architecture_that_the_engine_runs() -> None:
+    models = pytest.importorskip("engine.models")
+    names = re.findall(r"`(\w+For\w+)`", COMPATIBILITY.read_text())
+    assert sorted(names) == sorted(models.BUILDER_BY_ARCHITECTURE)
