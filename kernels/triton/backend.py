@@ -9,35 +9,34 @@ host never waits for the device: the data of a step is uploaded with its plan. N
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div
+from kernels.host_copies import ALIGNED_INTS, overwrite, upload
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div, count_context_blocks
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings
 from kernels.triton import attention as attention_kernels
-from kernels.triton import experts as expert_kernels
 from kernels.triton import rows as row_kernels
 from kernels.triton import sampling as sampling_kernels
+from kernels.triton.experts import apply_experts
 from kernels.triton.plan import (
     INTERPRETED,
+    STATE_CHUNK,
     AttentionPlan,
     RecurrentPlan,
     choose_dot_precision,
     has_large_shared_memory,
-    make_fixed_decode_plan,
-    make_fixed_recurrent_plan,
-    plan_attention,
-    plan_recurrent,
-    refill_decode_plan,
-    refill_recurrent_plan,
+    make_query_tiles,
     round_up_to_power_of_two,
 )
 from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 
 LOG2_E = 1.4426950408889634
+PADDING_SLOT = PADDING_UNIT = -1
 MAX_SPLITS = 64
 """Most parts into which the context of a decoding sequence is cut."""
 LOGITS_PER_BLOCK = 4096
@@ -66,15 +65,56 @@ class TritonKernels(ReferenceKernels):
     # attention
 
     def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> AttentionPlan:
+        arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.table_rows]
+        slots, starts, lens, rows = upload(arrays, self.device)
+        assert table.block_start_rows is not None
+        batch_table = table.block_start_rows[: count_context_blocks(batch, kv)].index_select(1, rows)
         split_count = self._choose_split_count(batch.decode_count, kv)
-        return plan_attention(batch, table, kv, window, self.device, split_count)
+        return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, split_count, window)
 
     def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
-        return make_fixed_decode_plan(
-            max_sequences, blocks, window, self.device, self._choose_split_count(max_sequences, kv)
+        """Make the attention plan of a recorded decode step (CUDA graph), which always reads the same device memory.
+
+        It has room for `max_sequences` decoding sequences of up to `blocks` cache blocks. All of them are padding until
+        `refill_decode_plan` writes a batch into the plan.
+        """
+        padded_sequence_count = ceil_div(max_sequences, ALIGNED_INTS) * ALIGNED_INTS  # aligns each row of the buffer
+        buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=self.device)
+        buffer[0] = PADDING_SLOT
+        return AttentionPlan(
+            slot_rows=buffer[0, :max_sequences],
+            query_starts=torch.arange(max_sequences + 1, dtype=torch.int32, device=self.device),
+            context_lens=buffer[1, :max_sequences],
+            block_table=torch.zeros(blocks, max_sequences, dtype=torch.int32, device=self.device),
+            batch=None,
+            decode_count=max_sequences,
+            split_count=self._choose_split_count(max_sequences, kv),
+            window=window,
+            refill_buffer=buffer,
         )
 
-    refill_decode_plan = staticmethod(refill_decode_plan)
+    @staticmethod
+    def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
+        """Write a batch of decoding sequences into the plan of a recorded decode step (CUDA graph).
+
+        The plan may have room for more sequences; those become padding. Slots, lengths and table rows go to the device
+        in one transfer. The block table is gathered there, from the table of all running sequences.
+        """
+        max_sequences = plan.decode_count
+        sequence_count = batch.decode_count
+        width = count_context_blocks(batch, kv)
+        assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
+        assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
+        assert plan.refill_buffer is not None, "not a fixed plan"
+        assert table.block_start_rows is not None
+        host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
+        host_buffer[0] = PADDING_SLOT
+        host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)
+        host_buffer[1, :sequence_count] = batch.context_lens
+        host_buffer[2, :sequence_count] = table.table_rows
+        overwrite(plan.refill_buffer.view(-1), host_buffer)
+        table_rows = plan.refill_buffer[2, :max_sequences]
+        torch.index_select(table.block_start_rows[:width], 1, table_rows, out=plan.block_table[:width])
 
     def _choose_split_count(self, sequence_count: int, kv: PagedKV) -> int:
         """Return how many parts a context is split into: a power of two that gives enough programs for the device."""
@@ -111,8 +151,8 @@ class TritonKernels(ReferenceKernels):
         """
         sequence_count = plan.decode_count
         _, num_heads, head_dim = q.shape
-        block_d = round_up_to_power_of_two(head_dim, 16)
-        tile = choose_decode_tile(block_d, q.element_size())
+        constants = _list_attention_constants(q, kv, plan)
+        tile = choose_decode_tile(constants["BLOCK_D"], q.element_size())
         is_split = plan.split_count > 1
         part, part_log2_sum = out, out  # unused: the kernel writes parts only with SPLIT
         if is_split:
@@ -122,30 +162,28 @@ class TritonKernels(ReferenceKernels):
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
             q, out, part, part_log2_sum, kv.buffer, plan.block_table, plan.context_lens,
             q.stride(0), q.stride(1), plan.block_table.shape[1], layer * kv.rows_per_layer, scale * LOG2_E,
-            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(num_heads // kv.num_kv_heads, 16),
-            **_list_attention_constants(q, kv, plan, block_d, tile),
+            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(constants["GROUP"], 16), **tile, **constants,
         )  # fmt: skip
         if is_split:
             attention_kernels.combine_splits[(sequence_count, num_heads)](
-                out, part, part_log2_sum, plan.split_count, DIM=head_dim, BLOCK_SPLITS=MAX_SPLITS, BLOCK_D=block_d
-            )
+                out, part, part_log2_sum, plan.split_count,
+                DIM=head_dim, BLOCK_SPLITS=MAX_SPLITS, BLOCK_D=constants["BLOCK_D"],
+            )  # fmt: skip
 
     def _attend_prompts(
         self, q: Tensor, out: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> None:
         """Compute the attention of prompts, in tiles of queries, and write it to `out` [tokens, heads, dim]."""
-        _, num_heads, head_dim = q.shape
-        heads_per_kv_head = num_heads // kv.num_kv_heads
-        block_d = round_up_to_power_of_two(head_dim, 16)
-        tile = choose_prefill_tile(block_d, q.element_size(), q.device)
-        block_m = max(tile.rows, round_up_to_power_of_two(heads_per_kv_head, 16))
-        queries_per_tile = block_m // heads_per_kv_head
+        constants = _list_attention_constants(q, kv, plan)
+        heads_per_kv_head = constants["GROUP"]
+        tile = choose_prefill_tile(constants["BLOCK_D"], q.element_size(), q.device)
+        tile["BLOCK_M"] = max(tile["BLOCK_M"], round_up_to_power_of_two(heads_per_kv_head, 16))
+        queries_per_tile = tile["BLOCK_M"] // heads_per_kv_head
         tile_seq, tile_query = plan.get_query_tiles(queries_per_tile)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
-            q.stride(0), q.stride(1), plan.block_table.shape[1], layer * kv.rows_per_layer, scale * LOG2_E, num_heads,
-            BLOCK_Q=queries_per_tile, BLOCK_M=block_m,
-            **_list_attention_constants(q, kv, plan, block_d, tile),
+            q.stride(0), q.stride(1), plan.block_table.shape[1], layer * kv.rows_per_layer, scale * LOG2_E, q.shape[1],
+            BLOCK_Q=queries_per_tile, **tile, **constants,
         )  # fmt: skip
 
     # operations on rows
@@ -175,18 +213,19 @@ class TritonKernels(ReferenceKernels):
         `mode`: "plain"; "add": x is added to the residual `other`, in place, and the sum is normed; "before", "after":
         x is multiplied by silu(`other`) before or after the norm. `zero_centred`: the factor is 1 + weight.
         """
-        rows = lay_out_rows(x)
-        other_rows = rows if other is None else lay_out_rows(other)
-        assert other_rows[1:4] == rows[1:4], "x and other: different numbers or sizes of rows"
+        rows = view_as_rows(x)
+        other_rows = rows if other is None else view_as_rows(other)
+        assert other_rows.shape == rows.shape
+        outer, inner, dim = rows.shape
+        row_count = outer * inner
         weight_head_stride = weight.stride(0) if weight.dim() == 2 else 0  # 0: all heads have the same weight
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        block = round_up_to_power_of_two(rows.dim, 16)
-        rows_per_program = self._choose_rows_per_program(rows.row_count, block)
-        row_kernels.norm_rows[(ceil_div(rows.row_count, rows_per_program),)](
-            rows.tensor, other_rows.tensor, weight, out, rows.row_count, rows.inner,
-            rows.outer_stride, rows.inner_stride, other_rows.outer_stride, other_rows.inner_stride,
-            weight_head_stride, eps,
-            DIM=rows.dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
+        block = round_up_to_power_of_two(dim, 16)
+        rows_per_program = self._choose_rows_per_program(row_count, block)
+        row_kernels.norm_rows[(ceil_div(row_count, rows_per_program),)](
+            rows, other_rows, weight, out, row_count, inner,
+            rows.stride(0), rows.stride(1), other_rows.stride(0), other_rows.stride(1), weight_head_stride, eps,
+            DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
         return out
@@ -214,19 +253,21 @@ class TritonKernels(ReferenceKernels):
 
         `weight`: gains of the norm, [dim] or [heads, dim]. `cos`, `signed_sin`: [tokens, rotated dims].
         """
-        rows = lay_out_rows(x)  # a row is one head of one token
+        rows = view_as_rows(x)  # a row is one head of one token
+        num_tokens, num_heads, dim = rows.shape
+        row_count = num_tokens * num_heads
         half = cos.shape[-1] // 2
-        copied_dims = rows.dim - 2 * half
+        copied_dims = dim - 2 * half
         block = round_up_to_power_of_two(half, 8)
         block_copied = round_up_to_power_of_two(copied_dims, 8) if copied_dims else 0
-        weight_or_unused = rows.tensor if weight is None else weight  # the kernel needs a pointer also without a norm
+        weight_or_unused = rows if weight is None else weight  # the kernel needs a pointer also without a norm
         weight_head_stride = weight.stride(0) if weight is not None and weight.dim() == 2 else 0
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_per_program = self._choose_rows_per_program(rows.row_count, 2 * block)
-        row_kernels.rotate_rows[(ceil_div(rows.row_count, rows_per_program),)](
-            rows.tensor, weight_or_unused, cos, signed_sin, out, rows.row_count, rows.inner,
-            rows.outer_stride, rows.inner_stride, weight_head_stride, cos.stride(0), signed_sin.stride(0), eps,
-            DIM=rows.dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program,
+        rows_per_program = self._choose_rows_per_program(row_count, 2 * block)
+        row_kernels.rotate_rows[(ceil_div(row_count, rows_per_program),)](
+            rows, weight_or_unused, cos, signed_sin, out, row_count, num_heads,
+            rows.stride(0), rows.stride(1), weight_head_stride, cos.stride(0), signed_sin.stride(0), eps,
+            DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program,
             BLOCK=block, BLOCK_COPIED=block_copied,
         )  # fmt: skip
         return out
@@ -247,59 +288,30 @@ class TritonKernels(ReferenceKernels):
         )
         return out
 
-    # experts
+    # experts and recurrences
 
-    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
-
-        (token, expert) pairs are the rows of two matrix products. They are sorted by expert, on the device, so that a
-        tile of rows needs the weights of one expert. x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An
-        expert is a gated MLP: gate_up is [experts, 2 * size, hidden], down is [experts, hidden, size].
-        """
-        num_tokens, hidden = x.shape
-        num_experts, _, size = down.shape
-        top_k = expert_ids.shape[1]
-        row_count = num_tokens * top_k
-        is_float32 = x.element_size() > 2
-        block_m = _choose_expert_rows(row_count, num_experts, is_float32=is_float32)
-        block_n = 64
-        constants = {
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": 32 if is_float32 else 64,  # the same number of bytes
-            "PRECISION": choose_dot_precision(x),
-            "WIDE": INTERPRETED,
-            "num_warps": 4,
-            "num_stages": 3,
-        }
-        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
-        tile_count = tile_row.shape[0]
-        x = x if x.stride(1) == 1 else x.contiguous()
-        inner = torch.empty((row_count, size), dtype=x.dtype, device=x.device)
-        weights = weights.contiguous()
-        expert_kernels.multiply_experts[(tile_count, ceil_div(size, block_n))](
-            x, gate_up, weights, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k,
-            GATED=True, **constants,
-        )  # fmt: skip
-        outputs = torch.empty((num_tokens, top_k, hidden), dtype=torch.float32, device=x.device)
-        expert_kernels.multiply_experts[(tile_count, ceil_div(hidden, block_n))](
-            inner, down, weights, outputs, order, starts, tile_expert, tile_row, size, size, hidden, top_k,
-            GATED=False, **constants,
-        )  # fmt: skip
-        return outputs.sum(1).to(x.dtype)
-
-    # recurrent
-
-    def plan_state(self, batch: RaggedBatch, units: IntArray) -> RecurrentPlan:
-        return plan_recurrent(batch, units, self.device)
-
-    def make_fixed_state_plan(self, max_sequences: int) -> RecurrentPlan:
-        return make_fixed_recurrent_plan(max_sequences, self.device)
-
-    refill_state_plan = staticmethod(refill_recurrent_plan)
+    apply_experts = staticmethod(apply_experts)
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)
     state_space = staticmethod(state_space)
+
+    def plan_state(self, batch: RaggedBatch, units: IntArray) -> RecurrentPlan:
+        seq, first = make_query_tiles(batch, STATE_CHUNK)
+        arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
+        starts, device_units, tile_seq, tile_token = upload(arrays, self.device)
+        return RecurrentPlan(starts, device_units, tile_seq, tile_token, batch.decode_count)
+
+    def make_fixed_state_plan(self, max_sequences: int) -> RecurrentPlan:
+        """Make a plan of decoding sequences only, all of them padding until it is refilled."""
+        decodes = RaggedBatch.from_positions([0] * max_sequences, [1] * max_sequences)
+        return self.plan_state(decodes, np.full(max_sequences, PADDING_UNIT))
+
+    @staticmethod
+    def refill_state_plan(plan: RecurrentPlan, units: IntArray) -> None:
+        """Write the units of decoding sequences into a fixed plan. The rest becomes padding."""
+        padded_units = np.full(plan.decode_count, PADDING_UNIT, np.int32)
+        padded_units[: len(units)] = units
+        overwrite(plan.units, padded_units)
 
     # sampling
 
@@ -317,98 +329,53 @@ class TritonKernels(ReferenceKernels):
         return out
 
 
-class Rows(NamedTuple):
-    """A tensor as `row_count` rows of `dim` adjacent elements, `inner` of them side by side."""
-
-    tensor: Tensor
-    row_count: int
-    inner: int
-    dim: int
-    outer_stride: int
-    """Elements between groups of `inner` rows."""
-    inner_stride: int
-    """Elements between the rows of a group."""
-
-
-def lay_out_rows(x: Tensor) -> Rows:
-    """Return how the rows of x lie, [..., inner, dim] or [rows, dim]. They are copied if they lie too unevenly."""
+def view_as_rows(x: Tensor) -> Tensor:
+    """View x, [..., inner, dim] or [rows, dim], as [outer, inner, dim]. It is copied if its rows lie too unevenly."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 2:
-        row_count, dim = x.shape
-        return Rows(x, row_count, 1, dim, x.stride(0), dim)
-    if x.dim() > 3:
-        x = x.reshape(-1, *x.shape[-2:])
-    outer, inner, dim = x.shape
-    return Rows(x, outer * inner, inner, dim, x.stride(0), x.stride(1))
+        return x.unsqueeze(1)
+    return x.reshape(-1, *x.shape[-2:]) if x.dim() > 3 else x
 
 
-def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int:
-    """Return how many rows one program multiplies by an expert's weights.
-
-    Twice the rows of an average expert, so that one program does for most experts. At least 16, which a matrix product
-    on the GPU needs, and at most 64 (16 of float32), which bounds what one program holds.
-    """
-    rows_max = 16 if is_float32 else 64
-    return round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), rows_max))
-
-
-class AttentionTile(NamedTuple):
-    """Sizes with which an attention kernel is compiled."""
-
-    rows: int
-    """Queries times heads that a program computes; 0 if the heads alone decide, as in decode."""
-    keys: int
-    """Keys that a program loads at a time."""
-    warps: int
-    stages: int
-    """Loads of keys that are in flight at the same time."""
-
-
-def _list_attention_constants(
-    q: Tensor, kv: PagedKV, plan: AttentionPlan, block_d: int, tile: AttentionTile
-) -> dict[str, Any]:
-    """Return the compile-time parameters that the Triton kernels of decode and prefill attention share.
-
-    `block_d`: size of a head, rounded up to a power of two.
-    """
+def _list_attention_constants(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> dict[str, Any]:
+    """Return the compile-time parameters that the kernels of decode and prefill attention share, but for tiles."""
     return {
         "GROUP": q.shape[1] // kv.num_kv_heads,  # query heads that share a head of K and V
         "DIM": kv.head_dim,
         "ROW": kv.elems_per_row,
         "BLOCK_SIZE": kv.block_size,  # tokens of a cache block
         "WINDOW": plan.window or 0,  # sliding window; 0: none
-        "BLOCK_N": tile.keys,
-        "BLOCK_D": block_d,
+        "BLOCK_D": round_up_to_power_of_two(kv.head_dim, 16),
         "PRECISION": choose_dot_precision(q),
         "WIDE": INTERPRETED,  # the interpreter has no 16-bit products
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }
 
 
-def choose_decode_tile(block_d: int, element_size: int) -> AttentionTile:
-    """Return the tile of decode attention. Four programs keep 128 KiB of loads in flight.
+def choose_decode_tile(block_d: int, element_size: int) -> dict[str, int]:
+    """Return how decode attention loads keys: BLOCK_N at a time, and `num_stages` of these loads in flight.
 
-    `block_d`: size of a head, rounded up to a power of two. `element_size`: bytes of an element.
+    Four programs keep 128 KiB of loads in flight. `block_d`: size of a head, rounded up to a power of two.
+    `element_size`: bytes of an element.
     """
     if element_size > 2:
-        return AttentionTile(rows=0, keys=32, warps=4, stages=2)
+        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     if block_d > 128:
-        return AttentionTile(rows=0, keys=32, warps=4, stages=3)
-    return AttentionTile(rows=0, keys=64, warps=4, stages=4)
+        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 
-def choose_prefill_tile(block_d: int, element_size: int, device: torch.device) -> AttentionTile:
-    """Return the tile of prefill attention, which fits the shared memory of the device.
+def choose_prefill_tile(block_d: int, element_size: int, device: torch.device) -> dict[str, int]:
+    """Return the sizes of prefill attention that fit the shared memory of the device.
 
-    `block_d`: size of a head, rounded up to a power of two. `element_size`: bytes of an element. With heads of 128,
-    four warps take 1,297 us for a prompt of 8,192 tokens on an H100; eight take 1,574.
+    A program computes BLOCK_M queries times heads, and loads keys as in decode attention. `block_d`: size of a head,
+    rounded up to a power of two. `element_size`: bytes of an element. With heads of 128, four warps take 1,297 us for a
+    prompt of 8,192 tokens on an H100; eight take 1,574.
     """
     if element_size > 2:
-        return AttentionTile(rows=32, keys=32, warps=4, stages=2)
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     if block_d <= 128:
-        return AttentionTile(rows=128, keys=64 if block_d == 128 else 128, warps=4, stages=3)
+        return {"BLOCK_M": 128, "BLOCK_N": 64 if block_d == 128 else 128, "num_warps": 4, "num_stages": 3}
     if block_d == 256 and has_large_shared_memory(device):
-        return AttentionTile(rows=128, keys=64, warps=8, stages=2)
-    return AttentionTile(rows=64, keys=32, warps=4, stages=3)
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}

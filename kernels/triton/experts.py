@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.interface import ceil_div
 from kernels.triton.attention import dot
 from kernels.triton.launch import launch_cheaply
+from kernels.triton.plan import INTERPRETED, choose_dot_precision, round_up_to_power_of_two
 
 
 class SortedRows(NamedTuple):
@@ -108,3 +110,51 @@ def multiply_experts(
         out = out * tl.load(scale_ptr + out_row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     target = out_ptr + out_row[:, None] * out_size + column[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < out_size)[None, :])
+
+
+def apply_experts(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
+
+    (token, expert) pairs are the rows of two matrix products. They are sorted by expert, on the device, so that a tile
+    of rows needs the weights of one expert. x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An expert is a
+    gated MLP: gate_up is [experts, 2 * size, hidden], down is [experts, hidden, size].
+    """
+    num_tokens, hidden = x.shape
+    num_experts, _, size = down.shape
+    top_k = expert_ids.shape[1]
+    row_count = num_tokens * top_k
+    is_float32 = x.element_size() > 2
+    block_m = _choose_expert_rows(row_count, num_experts, is_float32=is_float32)
+    block_n = 64
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": 32 if is_float32 else 64,  # the same number of bytes
+        "PRECISION": choose_dot_precision(x),
+        "WIDE": INTERPRETED,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+    sorted_rows = sort_by_expert(expert_ids, num_experts, block_m)
+    tile_count = sorted_rows.tile_row.shape[0]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weights = weights.contiguous()
+    inner = torch.empty((row_count, size), dtype=x.dtype, device=x.device)
+    multiply_experts[(tile_count, ceil_div(size, block_n))](
+        x, gate_up, weights, inner, *sorted_rows, x.stride(0), hidden, size, top_k, GATED=True, **constants
+    )
+    outputs = torch.empty((num_tokens, top_k, hidden), dtype=torch.float32, device=x.device)
+    multiply_experts[(tile_count, ceil_div(hidden, block_n))](
+        inner, down, weights, outputs, *sorted_rows, size, size, hidden, top_k, GATED=False, **constants
+    )
+    return outputs.sum(1).to(x.dtype)
+
+
+def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int:
+    """Return how many rows one program multiplies by an expert's weights.
+
+    Twice the rows of an average expert, so that one program does for most experts. At least 16, which a matrix product
+    on the GPU needs, and at most 64 (16 of float32), which bounds what one program holds.
+    """
+    rows_max = 16 if is_float32 else 64
+    return round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), rows_max))

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.host_copies import ALIGNED_INTS, overwrite, upload
-from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div, count_context_blocks
+from kernels.host_copies import upload
+from kernels.interface import IntArray, RaggedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU. It is chosen when triton is imported."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
-PADDING_SLOT = -1
 
 
 def round_up_to_power_of_two(size: int, least: int = 1) -> int:
@@ -114,64 +113,6 @@ def make_query_tiles(batch: RaggedBatch, tile_size: int) -> tuple[IntArray, IntA
     return np.repeat(prompts, tile_counts), index_in_prompt * tile_size
 
 
-def plan_attention(
-    batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
-) -> AttentionPlan:
-    """Upload a batch for the attention kernels. `split_count`: parts into which contexts of decodes are cut."""
-    arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.table_rows]
-    slots, starts, lens, rows = upload(arrays, device)
-    assert table.block_start_rows is not None
-    batch_table = table.block_start_rows[: count_context_blocks(batch, kv)].index_select(1, rows)
-    return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, split_count, window)
-
-
-def make_fixed_decode_plan(
-    max_sequences: int, width: int, window: int | None, device: torch.device, split_count: int
-) -> AttentionPlan:
-    """Make the attention plan of a recorded decode step (CUDA graph), which always reads the same device memory.
-
-    It has room for `max_sequences` decoding sequences of up to `width` cache blocks. All of them are padding until
-    `refill_decode_plan` writes a batch into the plan. `split_count`: parts into which contexts are cut.
-    """
-    padded_sequence_count = ceil_div(max_sequences, ALIGNED_INTS) * ALIGNED_INTS  # aligns each row of the buffer
-    buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
-    buffer[0] = PADDING_SLOT
-    return AttentionPlan(
-        slot_rows=buffer[0, :max_sequences],
-        query_starts=torch.arange(max_sequences + 1, dtype=torch.int32, device=device),
-        context_lens=buffer[1, :max_sequences],
-        block_table=torch.zeros(width, max_sequences, dtype=torch.int32, device=device),
-        batch=None,
-        decode_count=max_sequences,
-        split_count=split_count,
-        window=window,
-        refill_buffer=buffer,
-    )
-
-
-def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
-    """Write a batch of decoding sequences into the plan of a recorded decode step (CUDA graph).
-
-    The plan may have room for more sequences; those become padding. Slots, lengths and table rows go to the device in
-    one transfer. The block table is gathered there, from the table of all running sequences.
-    """
-    max_sequences = plan.decode_count
-    sequence_count = batch.decode_count
-    width = count_context_blocks(batch, kv)
-    assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
-    assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
-    assert plan.refill_buffer is not None, "not a fixed plan"
-    assert table.block_start_rows is not None
-    host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
-    host_buffer[0] = PADDING_SLOT
-    host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)
-    host_buffer[1, :sequence_count] = batch.context_lens
-    host_buffer[2, :sequence_count] = table.table_rows
-    overwrite(plan.refill_buffer.view(-1), host_buffer)
-    table_rows = plan.refill_buffer[2, :max_sequences]
-    torch.index_select(table.block_start_rows[:width], 1, table_rows, out=plan.block_table[:width])
-
-
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
     """The batch of the recurrent operations, as the kernels read it on the device."""
@@ -186,25 +127,7 @@ class RecurrentPlan:
     """[tiles]: first token of each tile, counted in the batch."""
     decode_count: int
     """Number of decoding sequences, which come first in the batch."""
-    sequence_count: int
 
-
-def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) -> RecurrentPlan:
-    """Upload a batch for the recurrent kernels. `units`: [sequences], unit of each sequence's state."""
-    seq, first = make_query_tiles(batch, STATE_CHUNK)
-    arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
-    starts, device_units, tile_seq, tile_token = upload(arrays, device)
-    return RecurrentPlan(starts, device_units, tile_seq, tile_token, batch.decode_count, len(units))
-
-
-def make_fixed_recurrent_plan(max_sequences: int, device: torch.device) -> RecurrentPlan:
-    """Make a plan of decoding sequences only, all of them padding until it is refilled."""
-    decodes = RaggedBatch.from_positions([0] * max_sequences, [1] * max_sequences)
-    return plan_recurrent(decodes, np.full(max_sequences, -1), device)
-
-
-def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
-    """Write the units of decoding sequences into a fixed plan. The rest becomes padding."""
-    padded_units = np.full(plan.sequence_count, -1, np.int32)
-    padded_units[: len(units)] = units
-    overwrite(plan.units, padded_units)
+    @property
+    def prompt_count(self) -> int:
+        return self.units.shape[0] - self.decode_count

@@ -54,14 +54,13 @@ def causal_conv(
         triton_conv.convolve_step[(plan.decode_count, channel_block_count)](
             *inputs, plan.units, out, *strides, BLOCK=channels_per_block, **constants
         )
-    prompt_count = plan.sequence_count - plan.decode_count
-    if prompt_count:
+    if plan.prompt_count:
         tile_block = min(channels_per_block, 64)
         triton_conv.convolve_tile[(plan.tile_seq.shape[0], ceil_div(channels, tile_block))](
             *inputs, plan.query_starts, plan.units, plan.tile_seq, plan.tile_token, out, *strides,
             TOKENS=STATE_CHUNK, BLOCK=tile_block, **constants,
         )  # fmt: skip
-        triton_conv.update_tails[(prompt_count, channel_block_count)](
+        triton_conv.update_tails[(plan.prompt_count, channel_block_count)](
             x, tails, plan.query_starts, plan.units, *strides, plan.decode_count, WIDTH=width, BLOCK=channels_per_block
         )
     return out
@@ -101,8 +100,7 @@ def gated_delta(
             *qk_strides, *v_strides, states.stride(0), num_heads, scale,
             BLOCK_K=padded_key_dim, BLOCK_V=block_v, **constants,
         )  # fmt: skip
-    prompt_count = plan.sequence_count - plan.decode_count
-    if prompt_count:
+    if plan.prompt_count:
         # A token changes the state S that its chunk begins with by new_v - new_k @ S. `inner` has the products of the
         # token's query with the keys of its chunk.
         new_v = torch.empty((num_tokens, num_heads, value_dim), dtype=torch.float32, device=v.device)
@@ -115,7 +113,7 @@ def gated_delta(
             LEVELS=STATE_CHUNK.bit_length() - 1, BLOCK=min(64, max(padded_value_dim, padded_key_dim)), num_warps=4,
             **constants,
         )  # fmt: skip
-        triton_delta.scan_delta_chunks[(prompt_count, num_heads, value_block_count)](
+        triton_delta.scan_delta_chunks[(plan.prompt_count, num_heads, value_block_count)](
             q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out,
             *qk_strides, states.stride(0), num_heads, scale, plan.decode_count,
             BLOCK_K=padded_key_dim, BLOCK_V=block_v, num_warps=SCAN_WARPS,
@@ -153,8 +151,7 @@ def state_space(
         triton_ssm.advance_ssm_state[(plan.decode_count, num_heads, dim_block_count)](
             *inputs, plan.units, out, *strides, **constants
         )
-    prompt_count = plan.sequence_count - plan.decode_count
-    if prompt_count:
+    if plan.prompt_count:
         chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
         # Products of each token's C with the B of the tokens of its chunk, which the heads of a group share.
         scores = torch.empty((num_tokens, num_groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
@@ -162,7 +159,7 @@ def state_space(
             b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *bc_strides, num_groups,
             STATE=state_dim, BLOCK=min(64, padded_state_dim), **chunk_constants,
         )  # fmt: skip
-        triton_ssm.scan_ssm_chunks[(prompt_count, num_heads, dim_block_count)](
+        triton_ssm.scan_ssm_chunks[(plan.prompt_count, num_heads, dim_block_count)](
             *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,
             num_warps=SCAN_WARPS, num_stages=choose_scan_stages(padded_state_dim, x.device),
             **chunk_constants, **constants,
