@@ -48,6 +48,18 @@ _CHAT_OUTPUT_FIELDS = frozenset((
 """Fields that our engine needs to parse or end the answer of a chat."""
 # fmt: on
 _USAGE_OPTION_PATTERN = re.compile(rb'"include_usage"\s*:\s*true')
+_ONE = re.compile(rb"(1|null)\Z")
+_COUNT = re.compile(rb"([0-9]+|null)\Z")
+_CONTINUABLE_VALUES = {
+    "n": _ONE,
+    "best_of": _ONE,
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "min_tokens": _COUNT,
+    "prompt": re.compile(rb'"|\[\s*[0-9]'),  # not several prompts
+    "stream_options": re.compile(rb"(?!.*continuous_usage_stats)", re.DOTALL),
+}
+"""Field -> values with which another worker can continue an answer."""
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
@@ -84,20 +96,11 @@ def _is_continuable_field(name: str, raw: msgspec.Raw, *, is_chat: bool) -> bool
     The second request repeats the field, or takes it into account. An unknown field could mean anything, so it prevents
     the continuation unless its value is empty.
     """
-    if name == "messages":
+    if name in _CONTINUABLE_VALUES:
+        return _CONTINUABLE_VALUES[name].match(raw) is not None
+    if name in _RESENT_FIELDS or name in _PROMPT_FIELDS or (is_chat and name in _CHAT_OUTPUT_FIELDS):
         return True
-    value = bytes(raw)
-    if name in ("n", "best_of"):  # the number of answers
-        return value in (b"1", b"null")
-    if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        return value.isdigit() or value == b"null"
-    if name == "prompt":
-        return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
-    if name == "stream_options":
-        return b"continuous_usage_stats" not in value
-    if value in _EMPTY_VALUES or name in _RESENT_FIELDS or name in _PROMPT_FIELDS:
-        return True
-    return is_chat and name in _CHAT_OUTPUT_FIELDS
+    return bytes(raw) in _EMPTY_VALUES
 
 
 class StreamContinuation:
@@ -265,13 +268,20 @@ class StreamContinuation:
     def _build_body(self, ids: array[int]) -> dict[str, Any]:
         """Return the body of the request by which another worker continues an answer that broke off.
 
-        `ids`: token ids of the prompt and of the answer so far.
+        `ids`: token ids of the prompt and of the answer so far. A chat of our engine gets the ids too, in place of all
+        messages but the last. A chat of vLLM is repeated, as its answer has no text yet. Others become completions.
         """
+        if self._continues_as_chat and self.engine == VLLM:
+            return {**self._fields, "return_token_ids": True}
         answered_tokens = self._sent_token_count
+        resent_names = _RESENT_FIELDS | _CHAT_OUTPUT_FIELDS if self._continues_as_chat else _RESENT_FIELDS
+        body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in resent_names}
+        body["return_token_ids"] = True
         if self._continues_as_chat:
-            return self._build_chat_body(ids)
-        body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
-        body |= {"prompt": ids.tolist(), "return_token_ids": True}
+            last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
+            chat_fields = {"messages": last_message, "prompt_token_ids": ids.tolist()}
+            return body | chat_fields | {"answered_tokens": answered_tokens}
+        body["prompt"] = ids.tolist()
         if self.engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
         remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens)
@@ -287,24 +297,6 @@ class StreamContinuation:
         if output_tokens_max is not None:
             return int(output_tokens_max) - answered_tokens
         return 0 if self._tokens_max is None else self._tokens_max - tokens
-
-    def _build_chat_body(self, ids: array[int]) -> dict[str, Any]:
-        """Return the body of a chat request for the rest of an answer to the tokens `ids`.
-
-        With our engine the token ids stand for the messages, so only the last message is sent.
-        """
-        if self.engine == VLLM:
-            return {**self._fields, "return_token_ids": True}
-        resent_names = _RESENT_FIELDS | _CHAT_OUTPUT_FIELDS
-        resent_fields = {name: value for name, value in self._fields.items() if name in resent_names}
-        last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-        return {
-            **resent_fields,
-            "messages": last_message,
-            "prompt_token_ids": ids.tolist(),
-            "answered_tokens": self._sent_token_count,
-            "return_token_ids": True,
-        }
 
     def _read_output_tokens_max(self) -> Any:
         """Return the client's bound of the answer's tokens; None if there is none."""
