@@ -249,15 +249,13 @@ def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def convert_to_chat(
-    request: CountRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
-) -> dict[str, Any]:
+def convert_to_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, Any]:
     """Convert a body of Anthropic's Messages API to the fields of an OpenAI chat request. Raises RequestError.
 
     `template` renders the chat; None if it is unknown. Many templates accept a system message only at the start, so
-    system messages are moved there unless the template accepts them elsewhere, or `keeps_system_in_place`.
+    system messages are moved there if the template needs that.
     """
-    merges_system = not keeps_system_in_place and (template is None or template.needs_system_first())
+    merges_system = template is not None and template.needs_system_first()
     messages = _convert_messages(request, merges_system=merges_system)
     fields: dict[str, Any] = {
         "messages": messages,

@@ -7,7 +7,7 @@ count as absent, because the worker names the mistake better.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -93,14 +93,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, **changes)
 
 
-_DECODED_FIELDS = frozenset((
-    "model", "messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort",
-    "truncate_prompt_tokens", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n",
-    "min_tokens", "ignore_eos", "stop", "stop_token_ids", "user", "prompt_cache_key", "metadata", "prompt_logprobs",
-    "echo", "logprobs", "top_logprobs",
-))  # fmt: skip
-"""Fields of a chat or completion that `make_routing_request` reads."""
 _value_decoder = msgspec.json.Decoder()
 raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Decoder of a body's top-level fields as undecoded JSON."""
@@ -142,36 +134,23 @@ def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingReq
     """
     get = fields.get
     messages = _as_objects(get("messages"))
-    template_kwargs = get("chat_template_kwargs")
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
     is_chat = kind == "chat" or bool(messages)
     logprob_count = _as_int(get("top_logprobs", 0) if is_chat else get("logprobs"))
     echoes_with_logprobs = _as_bool(get("echo")) is True and logprob_count is not None
     return RoutingRequest(
         kind=kind,
-        model=_as_string(get("model")),
         messages=messages or None,
-        prompt=_as_prompt(get("prompt")),
-        tools=_as_objects(get("tools")),
-        documents=_as_objects(get("documents")),
-        chat_template=_as_string(get("chat_template")),
-        chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else None,
-        add_generation_prompt=_as_bool(get("add_generation_prompt")),
-        continue_final_message=_as_bool(get("continue_final_message")),
-        add_special_tokens=_as_bool(get("add_special_tokens")),
-        reasoning_effort=_as_string(get("reasoning_effort")),
-        truncate_prompt_tokens=_as_int(get("truncate_prompt_tokens")),
         cache_salt=_as_string(get("cache_salt")) or None,
         priority=read_priority(get("priority")),
         stream=_as_bool(get("stream")) is True,
         output_tokens_max=output_tokens_max,
         output_tokens_min=output_tokens_min,
-        user=_as_string(get("user")),
-        prompt_cache_key=_as_string(get("prompt_cache_key")),
         metadata_user_id=_read_user_id(get("metadata")),
         scores_prompt=get("prompt_logprobs") is not None or (echoes_with_logprobs and not is_chat),
         echoes_chat=echoes_with_logprobs and is_chat,
         has_media=has_media(messages),
+        **{name: _COPIED_FIELDS[name](value) for name, value in fields.items() if name in _COPIED_FIELDS},
     )
 
 
@@ -216,9 +195,8 @@ def convert_source_to_chat(
 ) -> RoutingRequest:
     """Convert a body of the Messages or Responses API to the chat that a template renders.
 
-    `keeps_system_in_place`: system messages stay where they are, even if the template accepts them only at the start.
-    Raises RequestError if the body refers to a response that only the worker stores, or if the chat depends on the
-    template and `template` is None.
+    Raises RequestError if the body refers to a response that only the worker stores. It is also raised without a
+    template for a body that becomes another chat for another template, unless `keeps_system_in_place`.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):
@@ -231,7 +209,7 @@ def convert_source_to_chat(
         assert source is not None
         if template is None and not keeps_system_in_place and depends_on_template(source):
             raise RequestError("what this prompt is depends on the model's chat template")
-        fields = convert_to_chat(source, template, keeps_system_in_place=keeps_system_in_place)
+        fields = convert_to_chat(source, template)
     chat_fields = {name: fields[name] for name in _RENDERED_FIELDS if name in fields}
     return request.replace(kind="chat", source=None, has_media=has_media(chat_fields["messages"]), **chat_fields)
 
@@ -266,6 +244,10 @@ def _as_int(value: Any) -> int | None:
         match = _INTEGER.fullmatch(value.strip())
         return None if match is None else int(match["digits"])
     return None
+
+
+def _as_dict(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
 
 
 def read_priority(value: Any) -> int:
@@ -314,3 +296,19 @@ def has_media(messages: list[Message] | None) -> bool:
                 if isinstance(part, dict) and is_media(part):
                     return True
     return False
+
+
+_COPIED_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "chat_template", "reasoning_effort", "user", "prompt_cache_key"), _as_string),
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "add_special_tokens"), _as_bool),
+    **dict.fromkeys(("tools", "documents"), _as_objects),
+    "prompt": _as_prompt,
+    "chat_template_kwargs": _as_dict,
+    "truncate_prompt_tokens": _as_int,
+}
+"""Field of a chat or completion that a routing request has, too -> how its value is read; None for a wrong type."""
+_DECODED_FIELDS = _COPIED_FIELDS.keys() | {
+    "messages", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n", "min_tokens",
+    "ignore_eos", "stop", "stop_token_ids", "metadata", "prompt_logprobs", "echo", "logprobs", "top_logprobs",
+}  # fmt: skip
+"""Fields of a chat or completion that `make_routing_request` reads."""
