@@ -268,7 +268,7 @@ class Exchange:
             body, path = continuation.build_request_body(proxy.workers.get_engine(decision.worker)), continuation.path
         if body is None:
             return None
-        kv_fields = None if decision.transfer is None else self._take_kv_fields()
+        kv_fields = self._take_kv_fields()
         if kv_fields is not None:
             body = add_fields(body, kv_fields)
         return proxy.build_head(context, endpoint, decision.worker, decision.rank, body, path), body
@@ -400,7 +400,7 @@ class Exchange:
         """Send the next content of an answer to the client, and record the answer's progress."""
         progress, continuation, is_last = self.context.progress, self.context.continuation, head.body.is_complete
         is_first_output = not progress.has_started and self._record_start(head, content, now)
-        if continuation is not None and continuation.recorder is not None:
+        if continuation is not None:
             content = continuation.record_and_convert(content, is_last=is_last)
         if self._redactor is not None:
             content = self._redactor.feed(content, ends=is_last)

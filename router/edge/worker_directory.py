@@ -40,8 +40,7 @@ class WorkerDirectory:
         worker = self._workers.get(transfer.source)
         if worker is None or not worker.spec.transfer.dialect:
             return None
-        spec, facts = worker.spec, worker.spec.transfer
-        return DIALECTS[facts.dialect](uuid4().hex, facts, transfer.rank, spec.ranks, self.fleet_key)
+        return DIALECTS[worker.spec.transfer.dialect](uuid4().hex, worker.spec, transfer.rank, self.fleet_key)
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty if it reports none."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from prompts.kv_source import KV_PARAMS_FIELD, RemoteKVSource
-from router.decide.workers import BLOCKCAST, MOONCAKE, NIXL, P2P, SGLANG, TransferFacts
+from router.decide.workers import BLOCKCAST, MOONCAKE, NIXL, P2P, SGLANG, WorkerSpec
 
 Fields = Mapping[str, Any]
 """Top-level fields of a request's body, by name."""
@@ -34,24 +34,22 @@ class Handover:
 
     transfer_id: str
     """Id that no other transfer has."""
-    source: TransferFacts
-    """How the worker that sends the KV is reached, and how it does that."""
-    rank: int | None = None
+    source: WorkerSpec
+    """Worker that sends the KV."""
+    rank: int | None
     """Data-parallel rank of the source; None if it has only one."""
-    rank_count: int = 1
-    """Number of data-parallel ranks of the source."""
-    fleet_key: bytes | None = None
+    fleet_key: bytes | None
     """Secret key of the fleet, with which the name of the source is signed for engines of this project."""
 
     @property
     def host(self) -> str:
         """Host at which the source sends KV."""
-        return self.source.address.rpartition(":")[0].strip("[]")
+        return self.source.transfer.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
         """Port at which the source sends KV."""
-        return int(self.source.address.rpartition(":")[2])
+        return int(self.source.transfer.address.rpartition(":")[2])
 
     def make_pull_fields(self, cached_tokens: int) -> Fields | None:
         """Return the fields for a worker that pulls the prefix that the source has cached; None if engines cannot."""
@@ -117,8 +115,8 @@ class _MooncakeHandover(Handover):
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "transfer_id": self.transfer_id,
-            "remote_bootstrap_addr": f"http://{self.source.address}",
-            "remote_engine_id": self.source.engine_ids[self.rank or 0],
+            "remote_bootstrap_addr": f"http://{self.source.transfer.address}",
+            "remote_engine_id": self.source.transfer.engine_ids[self.rank or 0],
         }
         return {KV_PARAMS_FIELD: params}
 
@@ -156,7 +154,7 @@ class _SglangHandover(Handover):
     def _make_fields(self, rank_field: str) -> Fields:
         """Return the meeting place of both workers. A room leads to one rank: its remainder by their number."""
         first_room = int(self.transfer_id, 16) % _ROOMS
-        room = first_room - first_room % self.rank_count + (self.rank or 0)
+        room = first_room - first_room % self.source.ranks + (self.rank or 0)
         fields = {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": room}
         return fields if self.rank is None else {**fields, rank_field: self.rank}
 

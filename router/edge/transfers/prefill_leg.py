@@ -64,7 +64,7 @@ class PrefillLeg:
         self._decision = decision
         self._transfer = decision.transfer
         self.handover = handover
-        self.needs_partner = handover.source.needs_partner
+        self.needs_partner = handover.source.transfer.needs_partner
         """Whether the decoding worker cannot compute the prompt itself, so that a failed prefill fails the request."""
 
         # The request to the prefill's worker, and its answer.
