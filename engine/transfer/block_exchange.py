@@ -116,7 +116,8 @@ class BlockExchange:
             if node is None or place is None:
                 break
             places.append(place)
-            blocks.append(_describe_block(node, wanted_block.kind))
+            parent_hash = None if node.parent is None else node.parent.hash
+            blocks.append(SentBlock.describe(node.key, parent_hash, wanted_block.kind))
         return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))
 
     def _find_content(self, node: Node, kind: int) -> BlockPlace | None:
@@ -287,19 +288,6 @@ class BlockExchange:
             cache.pool.release(block)
         if new_block.parent_block is not None:
             cache.pool.release(new_block.parent_block)
-
-
-def _describe_block(node: Node, kind: int) -> SentBlock:
-    """Return what a peer is told of a node's block, so that it can check that the block is the one that it wants."""
-    key, parent = node.key, node.parent
-    return SentBlock(
-        hash=node.hash,
-        kind=kind,
-        parent_hash=None if parent is None else parent.hash,
-        packed_tokens=key.packed_tokens,
-        extra_keys=key.extra_keys,
-        lora_name=key.lora_name,
-    )
 
 
 def _write_contents(

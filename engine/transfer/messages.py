@@ -76,7 +76,10 @@ class BlocksLocated(msgspec.Struct, tag="located", array_like=True, frozen=True)
 
 
 class SentBlock(msgspec.Struct, array_like=True, frozen=True):
-    """Description of one KV block that a peer sends, so that the receiver can check that it is the wanted one."""
+    """Description of one KV block, which a peer sends with it: the receiver expects an equal one.
+
+    The description has the block's tokens, too, as two blocks may share a hash.
+    """
 
     hash: int
     """Hash of the prompt up to the end of the block."""
@@ -87,11 +90,10 @@ class SentBlock(msgspec.Struct, array_like=True, frozen=True):
     extra_keys: tuple[str, ...] | None
     lora_name: str | None
 
-    def is_wanted(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
-        """Return whether this is the wanted block. The tokens are compared, too, as two blocks may share a hash."""
-        if (self.hash, self.kind, self.parent_hash) != (key.hash, kind, parent_hash):
-            return False
-        return BlockKey(self.hash, self.packed_tokens, self.extra_keys, self.lora_name).equals(key)
+    @staticmethod
+    def describe(key: BlockKey, parent_hash: int | None, kind: int) -> SentBlock:
+        """Describe a block. `parent_hash`: hash of the block before it; None for the first block of a prompt."""
+        return SentBlock(key.hash, kind, parent_hash, key.packed_tokens, key.extra_keys, key.lora_name)
 
 
 class BlocksSent(msgspec.Struct, tag="blocks", array_like=True, frozen=True):

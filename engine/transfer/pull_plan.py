@@ -11,6 +11,7 @@ from typing import NamedTuple
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import Node
 from engine.cache.spec import FULL_KIND
+from engine.transfer.messages import SentBlock
 from engine.types import BlockKey, KVSource
 
 
@@ -50,9 +51,11 @@ class Pull:
         """Source and hash of the last block, which are equal for requests that can share the pull."""
         return self.source, self.keys[-1].hash
 
-    def get_parent_hash(self, index: int) -> int | None:
-        """Return the hash of the block before the block at `index`; None for the prompt's first block."""
-        return self.keys[index - 1].hash if index else None
+    def describe_block(self, item: PullItem) -> SentBlock:
+        """Return the description with which a source sends a block of the prompt."""
+        index = item.block_index
+        parent_hash = self.keys[index - 1].hash if index else None
+        return SentBlock.describe(self.keys[index], parent_hash, item.kind)
 
 
 def count_resumable_blocks(masks: Sequence[int], windows: AttentionWindows) -> int:

@@ -255,8 +255,7 @@ class Puller:
         if len(sent.blocks) > len(batch) or payload_bytes != expected_bytes:
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
-            key, parent_hash = pull.keys[item.block_index], pull.get_parent_hash(item.block_index)
-            if not block.is_wanted(item.kind, key, parent_hash):
+            if block != pull.describe_block(item):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
 
     def _count_bytes(self, items: list[PullItem]) -> int:

@@ -201,9 +201,7 @@ class PeerHistory:
             if sent is None:
                 return
             for item, block in zip(batch, sent.blocks):
-                assert block.is_wanted(
-                    item.kind, prompt.keys[item.block_index], prompt.get_parent_hash(item.block_index)
-                )
+                assert block == prompt.describe_block(item)
             if rng.random() < 0.3:
                 self.steps()
             if self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):

@@ -29,8 +29,8 @@ from engine.transfer.messages import (
     decode_question,
     encode_message,
 )
-from engine.transfer.pull_plan import PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
-from engine.types import BlockKey
+from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
+from engine.types import BlockKey, KVSource
 
 HASHES = st.integers(0, 2**64 - 1)
 KEYS = st.none() | st.lists(st.text(max_size=8), max_size=2).map(tuple)
@@ -118,11 +118,19 @@ def test_the_keys_of_a_connection_are_all_different_and_follow_the_nonces() -> N
 
 @given(SENT_BLOCKS, st.data())
 def test_a_block_is_of_a_prompt_if_all_that_names_it_is_equal(block: SentBlock, drawn: st.DataObject) -> None:
-    key = BlockKey(block.hash, block.packed_tokens, block.extra_keys, block.lora_name)
-    assert block.is_wanted(block.kind, key, block.parent_hash)
+    keys = [
+        BlockKey(hash_, tokens, block.extra_keys, block.lora_name)
+        for hash_, tokens in ((block.parent_hash, b"before"), (block.hash, block.packed_tokens))
+        if hash_ is not None
+    ]
+    item = PullItem(len(keys) - 1, block.kind)
+    expected = Pull(KVSource("host", 1), keys).describe_block(item)
+    (sent,) = decode_answer(encode_message(BlocksSent(b"", [block]))).blocks  # type: ignore[union-attr]
+    assert sent == expected
     field = drawn.draw(st.sampled_from(["hash", "kind", "parent_hash", "packed_tokens", "extra_keys", "lora_name"]))
-    changed = msgspec.structs.replace(block, **{field: getattr(drawn.draw(SENT_BLOCKS), field)})
-    assert changed.is_wanted(block.kind, key, block.parent_hash) == (changed == block)
+    drawn_value = getattr(drawn.draw(SENT_BLOCKS), field)
+    changed = msgspec.structs.replace(sent, **{field: drawn_value})
+    assert (changed == expected) == (drawn_value == getattr(block, field))
 
 
 # ---------------------------------------------------------------------- what a pull chooses
