@@ -12,28 +12,29 @@ import argparse
 import hmac
 import multiprocessing
 import resource
-import socket
 import statistics
 import threading
 import time
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import _path  # noqa: F401  (first: `engine` is a package here)
 import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.config import KVTransferConfig
 from engine.execution.device_pool import DevicePool
 from engine.process.core_process import keep_freed_memory
 from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.fingerprint import ModelFingerprint
 from engine.transfer.pull_plan import Pull, PullItem
 from engine.transfer.service import KVTransfers
-from engine.transfer.settings import TransferSettings
 from engine.types import KVSource, Request, SamplingParams
 
 BLOCK_SIZE = 16
-FLEET_KEY = b"a key for one measurement"
+FLEET_KEY = "a key for one measurement"
 
 
 class Peer:
@@ -46,15 +47,9 @@ class Peer:
         pool = DevicePool(spec, block_count + 1, device=torch.device("cpu"), dtype=torch.bfloat16)
         torch.set_num_threads(1)  # as `engine serve` does
         pool.buffer.fill_(7)  # memory that was never touched would cost page faults
-        self.exchange = BlockExchange(self.cache, pool.block_copier)
-        settings = TransferSettings(
-            fleet_key=FLEET_KEY,
-            timeout_s=600.0,
-            block_bytes_by_kind=(pool.block_copier.get_block_bytes(0),),
-            fingerprint=b"",
-        )
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.transfers = KVTransfers(listener, self.exchange, settings, compute_fingerprint=lambda path: b"")
+        self.exchange = BlockExchange(self.cache, pool.block_copier, ModelFingerprint(Path("no folder"), ()))
+        transfer_config = KVTransferConfig(port=0, key=FLEET_KEY, timeout_s=600.0)
+        self.transfers = KVTransfers(transfer_config, self.exchange, computes_on_cpu=True)
         self.request = Request(
             request_id="r", token_ids=list(range(block_count * BLOCK_SIZE + 1)), params=SamplingParams()
         )
@@ -62,7 +57,7 @@ class Peer:
     def fill(self) -> None:
         """Have the whole prompt."""
         pull = Pull(KVSource("", 0), self.exchange.list_keys(self.request))
-        block_bytes = self.exchange.get_block_bytes(0)
+        block_bytes = self.exchange.content_bytes_by_kind[0]
         for index in range(len(pull.keys)):
             stored = self.exchange.store(pull, [PullItem(index, 0)], memoryview(bytearray(block_bytes)))
             assert stored == 1
@@ -84,7 +79,7 @@ class Peer:
 def measure_hmac() -> float:
     """Return the seconds of CPU in which one HMAC-SHA256 of 1 GB is computed now."""
     data, start_cpu_s = bytes(64 << 20), time.thread_time()
-    hmac.digest(FLEET_KEY, data, "sha256")
+    hmac.digest(FLEET_KEY.encode(), data, "sha256")
     return (time.thread_time() - start_cpu_s) * 1e9 / len(data)
 
 

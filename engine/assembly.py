@@ -23,10 +23,12 @@ from engine.core_messages import CoreInfo
 from engine.grammar_compiler import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
 from engine.model_files import ModelFiles, read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.fingerprint import ModelFingerprint
 from engine.transfer.service import KVTransfers
-from engine.transfer.start import start_transfers
 from events.publisher import EventPublisher
 from events.sources import EventSource
+from options import ConfigError
 from prompts import Tokenizer
 
 log = logging.getLogger("engine")
@@ -100,7 +102,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     )
     info = msgspec.structs.replace(
         _describe_model(config, files, executor, scheduler),
-        event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
+        event_sources=[] if publisher is None else [_describe_source(publisher, transfers)],
         default_sampling=default_sampling,
         no_constraint_reason=no_constraint_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
@@ -190,21 +192,25 @@ def _warn_of_low_limit(config: EngineConfig, token_limit: int) -> None:
 
 
 def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executor: Executor) -> KVTransfers | None:
-    """Start the exchange of cached blocks with other engines; None without --kv-transfer."""
+    """Start the exchange of cached blocks with other engines; None without --kv-transfer.
+
+    Only engines with equal weights, dtypes and kinds of device exchange blocks. `folder`: folder of the loaded model.
+    """
     if config.kv_transfer.port is None:
         return None
-    return start_transfers(
-        config,
-        folder,
-        cache,
-        executor.model.get_block_memory(),
-        dtype=executor.dtype,
-        device=executor.device.partition(":")[0],
-        simulated_link=executor.simulated_link,
-    )
+    if not config.enable_prefix_caching:
+        raise ConfigError("--kv-transfer means nothing with --no-enable-prefix-caching")
+    memory = executor.model.get_block_memory()
+    if memory is None:
+        raise ConfigError("--kv-transfer: with --simulate SPEC must have kv_bytes_per_token")
+    device = executor.device.partition(":")[0]
+    content_bytes = tuple(memory.get_block_bytes(kind) for kind in range(len(cache.spec.block_bytes_by_kind())))
+    facts = (cache.spec, content_bytes, f"{executor.dtype} on {device}", config.tensor_parallel_size, config.simulate)
+    exchange = BlockExchange(cache, memory, ModelFingerprint(folder, facts), executor.simulated_link)
+    return KVTransfers(config.kv_transfer, exchange, computes_on_cpu=device == "cpu")
 
 
-def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, block_tokens: int) -> EventSource:
+def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None) -> EventSource:
     """Return this engine's entry in the response of `GET /kv_event_sources`, by which a router finds its sockets."""
-    offer = None if transfers is None else transfers.describe(block_tokens)
+    offer = None if transfers is None else transfers.describe()
     return msgspec.structs.replace(publisher.describe_source(), kv_transfer=offer)

@@ -25,8 +25,7 @@ from engine.cache.spec import CacheSpec
 from engine.grammar_compiler import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.transfer.block_exchange import BlockMemory
-from engine.transfer.interface import Transfers
-from engine.transfer.settings import TransferStats
+from engine.transfer.interface import Transfers, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event

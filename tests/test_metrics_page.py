@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from engine.http.metrics import ServerMetrics, collect_families
-from engine.transfer.settings import TransferStats
+from engine.transfer.interface import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
 from router.decide.registry import CoreSnapshot
 from router.fleet.worker_stream import STREAM_COUNTERS

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from engine.core import EngineStats, SimulationLag
 from engine.core_messages import CoreInfo
 from engine.process.client import EngineClient
-from engine.transfer.settings import TransferStats
+from engine.transfer.interface import TransferStats
 from events.publisher import PublisherStats
 from options.metrics import Family, Histogram, Row, build_families, make_total
 

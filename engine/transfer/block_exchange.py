@@ -6,16 +6,20 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
-from engine.transfer.messages import SentBlock, WantedBlock
+from engine.transfer.fingerprint import ModelFingerprint
+from engine.transfer.interface import TransferStats
+from engine.transfer.messages import BlocksSent, SentBlock, WantedBlock
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks
+from engine.transfer.simulated_link import SimulatedLink
+from engine.transfer.step_jobs import StepJobs
 from engine.types import BlockCopy, BlockKey, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
 
@@ -36,13 +40,6 @@ class BlockMemory(Protocol):
         """Write contents, one after the other, to blocks of the device."""
 
 
-class ReadBlocks(NamedTuple):
-    """Blocks that are sent to a peer, and their contents."""
-
-    blocks: list[SentBlock]
-    contents: memoryview
-
-
 @dataclass(slots=True, eq=False)
 class _NewBlock:
     """Memory on the device for a block of a prompt, and what is held with it until the block is released."""
@@ -58,16 +55,31 @@ class _NewBlock:
 class BlockExchange:
     """Reads blocks of the cache for peers, and stores blocks that peers have sent."""
 
-    def __init__(self, cache: KVCache, memory: BlockMemory) -> None:
-        """Exchange the blocks of `cache`. `memory`: holds their contents, on the device and on the host."""
+    def __init__(
+        self, cache: KVCache, memory: BlockMemory, fingerprint: ModelFingerprint, link: SimulatedLink | None = None
+    ) -> None:
+        """Exchange the blocks of `cache`. `memory`: holds their contents, on the device and on the host.
+
+        `fingerprint`: of the model that computes the blocks. `link`: network of a simulated engine, else None.
+        """
+        self.fingerprint = fingerprint
+        self.link = link
+        self.jobs = StepJobs()
+        """Reads and stores, which the thread of the steps does between steps."""
+        self.stats = TransferStats()
+        self.block_tokens = cache.block_size
         self._cache = cache
         self._memory = memory
         self._kinds = range(len(cache.spec.block_bytes_by_kind()))
-        self._windows = cache.windows
+        self.content_bytes_by_kind = [memory.get_block_bytes(kind) for kind in self._kinds]
+        """Bytes of a block's content: none in a simulation."""
+        self.block_bytes_by_kind = (
+            self.content_bytes_by_kind if link is None else [link.block_bytes for _ in self._kinds]
+        )
+        """Bytes of a block for bounds, statistics and simulated times."""
 
-    def get_block_bytes(self, kind: int) -> int:
-        """Return the bytes of a block's content."""
-        return self._memory.get_block_bytes(kind)
+    def count_bytes(self, blocks: Iterable[PullItem | WantedBlock]) -> int:
+        return sum(self.block_bytes_by_kind[block.kind] for block in blocks)
 
     # ------------------------------------------------------------------ what a peer is sent
 
@@ -97,15 +109,18 @@ class BlockExchange:
         `remote_masks`: the kinds of each block that the peer has, as `locate` returns them.
         """
         local_masks = self.locate([key.hash for key in keys])
-        return choose_blocks_to_pull(local_masks, remote_masks[: len(keys)], len(self._kinds), self._windows)
+        return choose_blocks_to_pull(local_masks, remote_masks[: len(keys)], len(self._kinds), self._cache.windows)
 
     def is_cached(self, keys: Sequence[BlockKey]) -> bool:
         """Return whether the cache has all blocks with these keys that a sequence needs to resume after them."""
         local_masks = self.locate([key.hash for key in keys])
-        return count_resumable_blocks(local_masks, self._windows) == len(keys)
+        return count_resumable_blocks(local_masks, self._cache.windows) == len(keys)
 
-    def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
-        """Copy the contents of the blocks that a peer wants, up to the first that is cached in neither memory."""
+    def read(self, wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
+        """Copy the blocks that a peer wants, up to the first that is cached in neither memory.
+
+        Returns the answer for the peer, and the contents of the blocks.
+        """
         memory = self._memory
         memory.execute(self._cache.take_copies())  # a wanted block may be the target of a copy that is planned
         blocks: list[SentBlock] = []
@@ -118,7 +133,10 @@ class BlockExchange:
             places.append(place)
             parent_hash = None if node.parent is None else node.parent.hash
             blocks.append(SentBlock.describe(node.key, parent_hash, wanted_block.kind))
-        return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))
+        contents = memory.read_blocks(places) if places else memoryview(b"")
+        self.stats.sent_blocks += len(blocks)
+        self.stats.sent_bytes += self.count_bytes(wanted_blocks[: len(blocks)])
+        return BlocksSent(self.fingerprint.digest, blocks), contents
 
     def _find_content(self, node: Node, kind: int) -> BlockPlace | None:
         """Return where the computed content of a node's block is: on the device, else in host memory, else nowhere."""
@@ -137,13 +155,15 @@ class BlockExchange:
             keys = keys[: source.cached_tokens // self._cache.spec.block_size]
         return keys
 
-    def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview) -> int:
+    def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview, is_last: bool = False) -> int:
         """Put KV blocks that another engine has sent into this engine's prefix cache.
 
         `items`: blocks of the pulled prompt, each after the blocks that it needs. `contents`: their contents, one after
-        the other. Returns how many leading items are cached now: fewer than all if memory is lacking, or if a block
-        before them was evicted. After an error, the cache is empty and the pull is given up.
+        the other. `is_last`: whether the pull moves no further blocks. Returns how many leading items are cached now:
+        fewer than all if memory is lacking, or if a block before them was evicted. After an error, the cache is empty
+        and the pull is given up.
         """
+        pull.is_stored = is_last
         if pull.is_abandoned or not items:
             return 0
         new_blocks: list[_NewBlock] = []
@@ -156,10 +176,12 @@ class BlockExchange:
         finally:
             for new_block in reversed(new_blocks):
                 self._release(new_block)
-        for index, item in enumerate(items):
-            if not _is_stored(pull, item):
-                return index
-        return len(items)
+        stored_count = 0
+        while stored_count < len(items) and _is_stored(pull, items[stored_count]):
+            stored_count += 1
+        self.stats.pulled_blocks += stored_count
+        self.stats.pulled_bytes += self.count_bytes(items[:stored_count])
+        return stored_count
 
     def _fill_and_attach(
         self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
@@ -175,7 +197,7 @@ class BlockExchange:
             if new_block.host_block is not None:
                 self._cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
         self._memory.execute(self._cache.take_copies())
-        _write_contents(self._memory, items, new_blocks, contents)
+        self._write_contents(items, new_blocks, contents)
         self._attach_all(pull, new_blocks)
 
     def _update_nodes(self, pull: Pull) -> None:
@@ -240,6 +262,28 @@ class BlockExchange:
         nodes = pull.nodes[first_index:needed_count]
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
 
+    def _write_contents(self, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview) -> None:
+        """Write contents that a peer has sent to the device blocks that were allocated for them.
+
+        `contents` has those of all `items`, one after the other. An item without a new block is skipped: it was
+        computed meanwhile, or there was no memory. A new block with a host block is filled from host memory instead.
+        """
+        block_by_item = {new.item: new.block for new in new_blocks if new.host_block is None}
+        places: list[BlockPlace] = []
+        parts: list[memoryview] = []
+        start = 0
+        for item in items:
+            end = start + self.content_bytes_by_kind[item.kind]
+            if item in block_by_item:
+                places.append(BlockPlace(item.kind, block_by_item[item].id))
+                parts.append(contents[start:end])
+            start = end
+        if not places:
+            return
+        if len(parts) < len(items):
+            contents = memoryview(bytearray(b"".join(parts)))
+        self._memory.write_blocks(places, contents)
+
     def _attach_all(self, pull: Pull, new_blocks: Sequence[_NewBlock]) -> None:
         """Put filled blocks into the prefix tree and announce them, up to the first that cannot be attached."""
         for new_block in new_blocks:
@@ -288,31 +332,6 @@ class BlockExchange:
             cache.pool.release(block)
         if new_block.parent_block is not None:
             cache.pool.release(new_block.parent_block)
-
-
-def _write_contents(
-    memory: BlockMemory, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview
-) -> None:
-    """Write contents that a peer has sent to the device blocks that were allocated for them.
-
-    `contents` has those of all `items`, one after the other. An item without a new block is skipped: it was computed
-    meanwhile, or there was no memory. A new block with a host block is filled from host memory instead.
-    """
-    block_by_item = {new.item: new.block for new in new_blocks if new.host_block is None}
-    places: list[BlockPlace] = []
-    parts: list[memoryview] = []
-    start = 0
-    for item in items:
-        end = start + memory.get_block_bytes(item.kind)
-        if item in block_by_item:
-            places.append(BlockPlace(item.kind, block_by_item[item].id))
-            parts.append(contents[start:end])
-        start = end
-    if not places:
-        return
-    if len(parts) < len(items):
-        contents = memoryview(bytearray(b"".join(parts)))
-    memory.write_blocks(places, contents)
 
 
 def _is_stored(pull: Pull, item: PullItem) -> bool:

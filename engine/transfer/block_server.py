@@ -12,27 +12,19 @@ from collections import deque
 from functools import partial
 
 from engine.transfer.block_exchange import BlockExchange
-from engine.transfer.connection import Connection
+from engine.transfer.connection import CONNECT_S_MAX, Connection
 from engine.transfer.messages import (
+    BATCH_BLOCKS_MAX,
+    BATCH_BYTES_MAX,
+    HASHES_MAX,
     Answer,
     BlocksLocated,
-    BlocksSent,
     FetchBlocks,
     LocateBlocks,
     Refused,
     TransferError,
-    WantedBlock,
     decode_question,
 )
-from engine.transfer.settings import (
-    BATCH_BLOCKS_MAX,
-    BATCH_BYTES_MAX,
-    CONNECT_S_MAX,
-    HASHES_MAX,
-    TransferSettings,
-    TransferStats,
-)
-from engine.transfer.step_jobs import StepJobs
 from options.background_tasks import BackgroundTasks
 
 log = logging.getLogger("engine.transfer")
@@ -55,21 +47,15 @@ NO_CONTENTS = memoryview(b"")
 class BlockServer:
     """Sends cached blocks to peers that connect to a listening socket, on an event loop."""
 
-    def __init__(
-        self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
-        stats: TransferStats,
-    ) -> None:  # fmt: skip
+    def __init__(self, listener: socket.socket, exchange: BlockExchange, fleet_key: bytes) -> None:
         """Create a server of cached blocks, which accepts no connection until `run`.
 
-        `listener`: socket to which other engines connect. `exchange`: finds and reads blocks of the cache. `jobs`:
-        queue of the reads, which the thread of the step loop does between steps. `stats`: counters for the metrics.
+        `listener`: socket to which other engines connect. `exchange`: finds and reads blocks of the cache.
         """
         listener.setblocking(False)
         self._listener = listener
         self._exchange = exchange
-        self._jobs = jobs
-        self._settings = settings
-        self._stats = stats
+        self._fleet_key = fleet_key
         self._connection_tasks = BackgroundTasks()
         self._greeting_count = 0
         self._answer_slots = asyncio.Semaphore(ANSWERS_MAX)
@@ -93,7 +79,7 @@ class BlockServer:
     def _start_serving(self, sock: socket.socket) -> None:
         """Serve a new connection in a task, or close it if there are too many."""
         if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
-            self._stats.refused_connections += 1
+            self._exchange.stats.refused_connections += 1
             sock.close()
             return
         self._greeting_count += 1
@@ -103,14 +89,14 @@ class BlockServer:
         """Authenticate a peer engine by the fleet's key, answer its questions, and close the connection at the end."""
         try:
             try:
-                await asyncio.wait_for(connection.greet_as_server(self._settings.fleet_key), CONNECT_S_MAX)
+                await asyncio.wait_for(connection.greet_as_server(self._fleet_key), CONNECT_S_MAX)
             finally:
                 self._greeting_count -= 1
             await self._answer_questions(connection)
         except ConnectionError:
             log.debug("a peer has left")
         except (TransferError, OSError, asyncio.TimeoutError) as error:
-            self._stats.refused_connections += 1
+            self._exchange.stats.refused_connections += 1
             log.warning("a peer's connection is closed: %s", str(error) or type(error).__name__)
         finally:
             connection.close()
@@ -147,44 +133,33 @@ class BlockServer:
 
     async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, memoryview]:
         """Return an answer, and the contents of the blocks that go with it."""
+        exchange = self._exchange
         refusal = self._find_refusal(question)
         if refusal is not None:
             return refusal, NO_CONTENTS
         if isinstance(question, LocateBlocks):
-            return BlocksLocated(self._exchange.locate(question.hashes)), NO_CONTENTS
-        byte_count = self._count_bytes(question.wanted_blocks)
+            return BlocksLocated(exchange.locate(question.hashes)), NO_CONTENTS
+        wanted_blocks = question.wanted_blocks
+        reading = exchange.jobs.submit(partial(exchange.read, wanted_blocks), exchange.count_bytes(wanted_blocks))
         try:
-            return await asyncio.wrap_future(self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count))
+            return await asyncio.wrap_future(reading)
         except Exception:  # noqa: BLE001 - the step loop has logged it
             return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
 
     def _find_refusal(self, question: LocateBlocks | FetchBlocks) -> Refused | None:
         """Check a peer's question. Return a refusal if the peer has another model or asks for too much, else None."""
         if isinstance(question, LocateBlocks):
-            if question.fingerprint != self._settings.fingerprint:
+            if question.fingerprint != self._exchange.fingerprint.digest:
                 return Refused("incompatible", "the source has another model or another cache layout")
             if len(question.hashes) > HASHES_MAX:
                 return Refused("malformed", f"expected at most {HASHES_MAX} hashes")
             return None
         wanted_blocks = question.wanted_blocks
-        kind_count = len(self._settings.block_bytes_by_kind)
+        kind_count = len(self._exchange.block_bytes_by_kind)
         has_known_kinds = all(0 <= block.kind < kind_count for block in wanted_blocks)
         if len(wanted_blocks) > BATCH_BLOCKS_MAX or not has_known_kinds:
             return Refused("malformed", f"expected at most {BATCH_BLOCKS_MAX} blocks of known kinds")
-        is_too_large = len(wanted_blocks) > 1 and self._count_bytes(wanted_blocks) > BATCH_BYTES_MAX
+        is_too_large = len(wanted_blocks) > 1 and self._exchange.count_bytes(wanted_blocks) > BATCH_BYTES_MAX
         if is_too_large:  # a single block may be of any size
             return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes")
         return None
-
-    def _read(self, wanted_blocks: list[WantedBlock]) -> tuple[BlocksSent, memoryview]:
-        """Copy blocks out of the cache and count them. Returns the answer with these blocks, and their contents.
-
-        Runs on the thread of the steps, which loads weights and reports the counts.
-        """
-        read_blocks = self._exchange.read(wanted_blocks)
-        self._stats.sent_blocks += len(read_blocks.blocks)
-        self._stats.sent_bytes += self._count_bytes(wanted_blocks[: len(read_blocks.blocks)])
-        return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
-
-    def _count_bytes(self, blocks: list[WantedBlock]) -> int:
-        return sum(self._settings.block_bytes_by_kind[block.kind] for block in blocks)

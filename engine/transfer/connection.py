@@ -26,6 +26,9 @@ from engine.transfer.messages import (
     encode_message,
 )
 
+CONNECT_S_MAX = 2.0
+"""Seconds to look a name up, again for a connection, and again for its greeting."""
+
 
 class Connection:
     """Sends and receives frames over a connected, non-blocking socket."""

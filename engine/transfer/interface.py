@@ -1,12 +1,36 @@
-"""Interface of transfers for the step loop, which an engine without peers uses as it is."""
+"""Interface of transfers for the step loop, which an engine without peers uses as it is, and their counters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from engine.transfer.settings import TransferStats
+import msgspec
+
+from engine.transfer.messages import FAILURE_REASONS
 from engine.types import Request
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """Counters of the KV cache blocks that an engine has pulled from other engines, or sent to them, since its start.
+
+    Each counter is written by one thread, and read by any.
+    """
+
+    pulls: int = 0
+    """Number of pulls that have ended, also by a failure."""
+    pull_s: float = 0.0
+    """Seconds of these pulls, with the wait for their turn."""
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    missing_blocks: int = 0
+    """Blocks that were to be pulled and were not stored: the source had evicted them, or this cache had no room."""
+    failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
+    """Number of pulls that ended early, by reason, such as "timeout"."""
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    refused_connections: int = 0
+    """Connections of other engines that were closed: too many, a wrong key, invalid messages, or idle for too long."""
 
 
 class Transfers:

@@ -19,6 +19,11 @@ MESSAGE_BYTES_MAX = 16 << 20
 """Bytes of a message without its payload: the hashes of a prompt of a million blocks fit."""
 MAC_BYTES = 32
 NONCE_BYTES = 32
+BATCH_BYTES_MAX = 8 << 20
+"""Contents of blocks in one message; a larger block goes alone."""
+BATCH_BLOCKS_MAX = 4096
+HASHES_MAX = 1 << 18
+"""Blocks of one prompt that a source looks up."""
 GREETING = b"blockcast-kv-02\n"
 """First bytes of a connection, from the server. Another version of the protocol has another number."""
 

@@ -13,14 +13,16 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from engine.transfer.block_exchange import BlockExchange
-from engine.transfer.connection import Connection
+from engine.transfer.connection import CONNECT_S_MAX, Connection
 from engine.transfer.messages import (
+    BATCH_BLOCKS_MAX,
+    BATCH_BYTES_MAX,
     FAILURE_REASONS,
     Answer,
     BlocksLocated,
@@ -33,9 +35,6 @@ from engine.transfer.messages import (
     decode_answer,
 )
 from engine.transfer.pull_plan import Pull, PullItem, split_into_batches
-from engine.transfer.settings import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, CONNECT_S_MAX, TransferSettings, TransferStats
-from engine.transfer.simulated_link import SimulatedLink
-from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource
 from options.bounded_dict import BoundedDict
 
@@ -55,45 +54,17 @@ Address = tuple[str, int]
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
-@dataclass(slots=True)
-class _BatchQueues:
-    """Batches of the blocks that one pull fetches, by how far they are: a batch passes through three queues."""
-
-    waiting: deque[list[PullItem]]
-    """Batches that are not requested yet."""
-    requested: deque[list[PullItem]] = field(default_factory=deque)
-    """Batches that were requested from the source and have not arrived."""
-    storing: deque[tuple[list[PullItem], Future[int]]] = field(default_factory=deque)
-    """Batches that have arrived, each with a future of the number of its blocks that were stored."""
-    unstored_bytes: int = 0
-    """Bytes of the batches in the last two queues."""
-    stored_count: int = 0
-    """Number of blocks that were stored."""
-
-    def is_oldest_stored(self) -> bool:
-        """Return whether the batch that arrived first is stored."""
-        _, stored_future = self.storing[0]
-        return stored_future.done()
-
-
 class Puller:
     """Pulls cached blocks from other engines, on an event loop."""
 
-    def __init__(
-        self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
-        link: SimulatedLink | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, exchange: BlockExchange, fleet_key: bytes, timeout_s: float) -> None:
         """Create a puller of KV blocks, which is used on one event loop.
 
-        `exchange`: finds blocks that the cache lacks, and stores received ones. `jobs`: queue of the stores, which the
-        thread of the step loop does between steps. `stats`: counters for the metrics. `link`: network of a simulated
-        engine, which waits as long as a transfer would take; None for a real one.
+        `exchange`: finds blocks that the cache lacks, and stores received ones. `timeout_s`: longest that a pull takes.
         """
         self._exchange = exchange
-        self._jobs = jobs
-        self._settings = settings
-        self._stats = stats
-        self._link = link
+        self._fleet_key = fleet_key
+        self._timeout_s = timeout_s
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
         self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
         """Lock by source and hash of a prompt's first block. A lock is dropped when no pull refers to it."""
@@ -102,23 +73,23 @@ class Puller:
 
     async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
-        start_s = time.monotonic()
+        start_s, stats = time.monotonic(), self._exchange.stats
         try:
-            await asyncio.wait_for(self._pull_in_turn(pull), self._settings.timeout_s)
+            await asyncio.wait_for(self._pull_in_turn(pull), self._timeout_s)
         except TransferError as error:
             self._count_failure(pull.source, error.reason, str(error))
         except asyncio.TimeoutError:
-            self._count_failure(pull.source, "timeout", f"no end within {self._settings.timeout_s:g} s")
+            self._count_failure(pull.source, "timeout", f"no end within {self._timeout_s:g} s")
         except OSError as error:
             self._count_failure(pull.source, "closed", str(error))
         except Exception:
             log.exception("a pull has failed for a reason that is not the peer's")
         finally:
-            self._stats.pulls += 1
-            self._stats.pull_s += time.monotonic() - start_s
+            stats.pulls += 1
+            stats.pull_s += time.monotonic() - start_s
 
     def _count_failure(self, source: KVSource, reason: str, message: str) -> None:
-        self._stats.failures[reason] += 1
+        self._exchange.stats.failures[reason] += 1
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, pull: Pull) -> None:
@@ -134,11 +105,8 @@ class Puller:
             if start_s < self._pause_end_s_by_source.get(source.address, 0.0):
                 raise TransferError("recent", "failed a moment ago")
             try:
-                connection = await _connect(source, self._settings.fleet_key)
-                try:
+                with closing(await _connect(source, self._fleet_key)) as connection:
                     await self._pull_blocks(connection, pull)
-                finally:
-                    connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
                 if not pull.is_abandoned:
                     self._pause_source(source, start_s)
@@ -161,105 +129,79 @@ class Puller:
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""
         hashes = [key.hash for key in pull.keys]
-        await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
+        await connection.send(LocateBlocks(self._exchange.fingerprint.digest, hashes))
         located, _ = await _receive(connection, BlocksLocated, 0)
         items = self._exchange.choose_blocks_to_pull(pull.keys, located.kind_masks)
-        if not items:
-            return
         stored_count = await self._fetch(connection, pull, items)
-        self._stats.missing_blocks += len(items) - stored_count
+        self._exchange.stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
         """Fetch blocks of a prompt in order. Return how many were stored before the first that could not be.
 
         Batches of blocks are requested while earlier ones arrive and are stored, so that neither the network nor the
-        thread of the step loop has to wait.
+        thread of the step loop has to wait. A batch passes through three queues.
         """
-        block_bytes = self._settings.block_bytes_by_kind
-        queues = _BatchQueues(deque(split_into_batches(items, block_bytes, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)))
+        exchange = self._exchange
+        waiting = deque(split_into_batches(items, exchange.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
+        requested: deque[list[PullItem]] = deque()
+        storing: deque[tuple[list[PullItem], Future[int]]] = deque()
+        unstored_bytes = 0  # of the batches that are requested or being stored
+        stored_count = 0
         try:
-            while queues.waiting or queues.requested or queues.storing:
-                await self._request_batches(connection, pull, queues)
-                if queues.requested:
-                    await self._receive_and_store(connection, pull, queues)
-                while queues.storing and (queues.is_oldest_stored() or not queues.requested):
-                    is_complete = await self._finish_storing(queues)
-                    if not is_complete:  # later blocks are useless without this batch's
-                        return queues.stored_count
+            while waiting or requested or storing:
+                # Request what there is room for. One batch is always allowed.
+                while waiting:
+                    batch_bytes = exchange.count_bytes(waiting[0])
+                    if unstored_bytes and unstored_bytes + batch_bytes > PULL_BYTES_MAX:
+                        break
+                    batch = waiting.popleft()
+                    wanted_blocks = [WantedBlock(pull.keys[item.block_index].hash, item.kind) for item in batch]
+                    await connection.send(FetchBlocks(wanted_blocks))
+                    requested.append(batch)
+                    unstored_bytes += batch_bytes
+                # Receive the batch that was requested first, and have the thread of the step loop store it.
+                if requested:
+                    batch = requested.popleft()
+                    contents, arrived_count = await self._receive_batch(connection, pull, batch)
+                    if arrived_count < len(batch):  # the source has evicted a block, without which later are useless
+                        waiting.clear()
+                        requested.clear()
+                    arrived_blocks, is_last = batch[:arrived_count], not waiting and not requested
+                    job = partial(exchange.store, pull, arrived_blocks, contents, is_last)
+                    storing.append((batch, exchange.jobs.submit(job, exchange.count_bytes(arrived_blocks))))
+                # Count what is stored; wait for that only if nothing is to be received.
+                while storing and (storing[0][1].done() or not requested):
+                    batch, stored_future = storing.popleft()
+                    batch_stored_count = await asyncio.wrap_future(stored_future)
+                    stored_count += batch_stored_count
+                    unstored_bytes -= exchange.count_bytes(batch)
+                    if batch_stored_count < len(batch):  # later blocks are useless without this batch's
+                        return stored_count
         finally:
-            for _, stored_future in queues.storing:
+            for _, stored_future in storing:
                 stored_future.cancel()
-        return queues.stored_count
-
-    async def _request_batches(self, connection: Connection, pull: Pull, queues: _BatchQueues) -> None:
-        """Request batches until the limit on unstored bytes is reached. One batch is always allowed."""
-        while queues.waiting:
-            batch_bytes = self._count_bytes(queues.waiting[0])
-            if queues.unstored_bytes and queues.unstored_bytes + batch_bytes > PULL_BYTES_MAX:
-                return
-            wanted_blocks = [WantedBlock(pull.keys[item.block_index].hash, item.kind) for item in queues.waiting[0]]
-            await connection.send(FetchBlocks(wanted_blocks))
-            queues.unstored_bytes += batch_bytes
-            queues.requested.append(queues.waiting.popleft())
-
-    async def _receive_and_store(self, connection: Connection, pull: Pull, queues: _BatchQueues) -> None:
-        """Receive the batch that was requested first, and have the thread of the step loop store it."""
-        batch = queues.requested.popleft()
-        contents, arrived_count = await self._receive_batch(connection, pull, batch)
-        if arrived_count < len(batch):  # the source has evicted a block, without which later ones are useless
-            queues.waiting.clear()
-            queues.requested.clear()
-        is_last = not queues.waiting and not queues.requested
-        store = partial(self._store, pull, batch[:arrived_count], contents, is_last=is_last)
-        stored_future = self._jobs.submit(store, self._count_bytes(batch[:arrived_count]))
-        queues.storing.append((batch, stored_future))
-
-    async def _finish_storing(self, queues: _BatchQueues) -> bool:
-        """Wait until the oldest received batch is stored, and count its blocks. Return whether all were stored."""
-        batch, stored_future = queues.storing.popleft()
-        stored_count = await asyncio.wrap_future(stored_future)
-        self._stats.pulled_blocks += stored_count
-        self._stats.pulled_bytes += self._count_bytes(batch[:stored_count])
-        queues.stored_count += stored_count
-        queues.unstored_bytes -= self._count_bytes(batch)
-        return stored_count == len(batch)
-
-    async def _receive_batch(self, connection: Connection, pull: Pull, batch: list[PullItem]) -> tuple[memoryview, int]:
-        """Receive and check the blocks of a requested batch. Return their contents, and the number of blocks.
-
-        The number is smaller than the batch's if the source has evicted a block.
-        """
-        get_bytes = self._exchange.get_block_bytes
-        sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
-        self._check_sent_blocks(pull, batch, sent, len(payload))
-        if self._link is not None:
-            await self._link.carry(self._count_bytes(batch[: len(sent.blocks)]))
-        return memoryview(payload), len(sent.blocks)
-
-    def _store(self, pull: Pull, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
-        """Store blocks, on the thread of the steps, and return how many the cache had room for.
-
-        `is_last`: whether these are the last blocks of the pull.
-        """
-        stored_count = self._exchange.store(pull, batch, contents)
-        pull.is_stored = is_last
         return stored_count
 
-    def _check_sent_blocks(self, pull: Pull, batch: list[PullItem], sent: BlocksSent, payload_bytes: int) -> None:
-        """Raise TransferError unless the sent blocks are the first ones of the batch, computed with our weights."""
-        get_bytes = self._exchange.get_block_bytes
-        if sent.fingerprint != self._settings.fingerprint:
+    async def _receive_batch(self, connection: Connection, pull: Pull, batch: list[PullItem]) -> tuple[memoryview, int]:
+        """Receive the blocks of a requested batch, and check that they are these, computed with our weights.
+
+        Returns their contents, and the number of blocks: fewer than the batch's if the source has evicted one. Raises
+        TransferError.
+        """
+        exchange, content_bytes = self._exchange, self._exchange.content_bytes_by_kind
+        sent, contents = await _receive(connection, BlocksSent, sum(content_bytes[item.kind] for item in batch))
+        if sent.fingerprint != exchange.fingerprint.digest:
             raise TransferError("incompatible", "one of the two engines has other weights now")
         arrived_batch = batch[: len(sent.blocks)]
-        expected_bytes = sum(get_bytes(kind) for _, kind in arrived_batch)
-        if len(sent.blocks) > len(batch) or payload_bytes != expected_bytes:
-            raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
+        expected_bytes = sum(content_bytes[item.kind] for item in arrived_batch)
+        if len(sent.blocks) > len(batch) or len(contents) != expected_bytes:
+            raise TransferError("malformed", f"{len(sent.blocks)} blocks of {len(contents)} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
             if block != pull.describe_block(item):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
-
-    def _count_bytes(self, items: list[PullItem]) -> int:
-        return sum(self._settings.block_bytes_by_kind[item.kind] for item in items)
+        if exchange.link is not None:
+            await exchange.link.carry(exchange.count_bytes(arrived_batch))
+        return memoryview(contents), len(arrived_batch)
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
@@ -267,33 +209,20 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
 
     Raises TransferError if the engine does not answer in time, or has another key.
     """
-    try:
-        sock = await _open_socket(source)
-    except (OSError, UnicodeError, asyncio.TimeoutError) as error:
-        raise TransferError("unreachable", f"no connection: {str(error) or type(error).__name__}") from error
-    connection = Connection(sock)
-    try:
-        await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)
-    except asyncio.TimeoutError as error:
-        connection.close()
-        raise TransferError("unreachable", f"no greeting within {CONNECT_S_MAX:g} s") from error
-    except BaseException:  # also a cancellation, such as by the time-out of the pull
-        connection.close()
-        raise
+    with ExitStack() as close_on_error:  # also at a cancellation, such as by the time-out of the pull
+        try:
+            family, socket_type, protocol, _, address = await asyncio.wait_for(_resolve(source), CONNECT_S_MAX)
+            sock = close_on_error.enter_context(socket.socket(family, socket_type, protocol))
+            connection = Connection(sock)
+            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), CONNECT_S_MAX)
+        except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+            raise TransferError("unreachable", f"no connection: {str(error) or type(error).__name__}") from error
+        try:
+            await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)
+        except asyncio.TimeoutError as error:
+            raise TransferError("unreachable", f"no greeting within {CONNECT_S_MAX:g} s") from error
+        close_on_error.pop_all()
     return connection
-
-
-async def _open_socket(source: KVSource) -> socket.socket:
-    """Return a socket that is connected to a source. Raises OSError, UnicodeError, TimeoutError."""
-    family, socket_type, protocol, _, address = await asyncio.wait_for(_resolve(source), CONNECT_S_MAX)
-    sock = socket.socket(family, socket_type, protocol)
-    try:
-        sock.setblocking(False)
-        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), CONNECT_S_MAX)
-    except BaseException:  # also a cancellation, such as by the time-out of the pull
-        sock.close()
-        raise
-    return sock
 
 
 async def _resolve(source: KVSource) -> tuple[Any, ...]:

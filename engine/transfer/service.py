@@ -6,26 +6,27 @@ The server of blocks and all pulls run on one thread, the thread of the network.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from engine.cache.spec import FULL_KIND
+from engine.config import KVTransferConfig
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
-from engine.transfer.interface import Transfers
+from engine.transfer.interface import Transfers, TransferStats
 from engine.transfer.pull_plan import Pull
 from engine.transfer.puller import Puller
-from engine.transfer.settings import TransferSettings, TransferStats
-from engine.transfer.simulated_link import SimulatedLink
-from engine.transfer.step_jobs import StepJobs
 from engine.types import BlockKey, KVSource, Request
 from events.sources import KVTransferOffer, resolve_endpoint
+from options import ConfigError
 
-log = logging.getLogger("engine.transfer")
+DEFAULT_HOST = "127.0.0.1"
+GB_S = 0.5
+"""Rate of a pull between engines on GPUs, in 1e9 bytes a second: one thread on each side hashes all bytes."""
+CPU_GB_S = 0.12
+"""Rate of a pull between engines on CPUs, where threads that hash and copy share the cores of the steps."""
 
 STEP_COPY_BYTES_MAX = 32 << 20
 """Bytes of blocks that are copied between two steps. The last message of these may exceed the bound."""
@@ -44,26 +45,18 @@ class KVTransfers(Transfers):
 
     stats: TransferStats
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        exchange: BlockExchange,
-        settings: TransferSettings,
-        *,
-        compute_fingerprint: Callable[[str | None], bytes],
-        link: SimulatedLink | None = None,
-    ) -> None:
+    def __init__(self, config: KVTransferConfig, exchange: BlockExchange, *, computes_on_cpu: bool) -> None:
         """Start a thread that sends cached KV blocks to other engines and pulls blocks from them.
 
-        `listener`: socket to which other engines connect. `exchange`: reads and stores blocks of the cache.
-        `compute_fingerprint`: returns a digest of the weights in a folder (None: the last one) and of the cache's
-        layout; engines with equal digests exchange blocks. `link`: network of a simulated engine, else None.
+        `exchange`: reads and stores blocks of the cache. Raises ConfigError for an address that cannot be used, and
+        for a key that cannot be read.
         """
-        self.settings = settings
-        self.stats = TransferStats()
+        fleet_key = config.read_key()
+        listener = _listen(config.host or DEFAULT_HOST, config.port or 0)
+        self.stats = exchange.stats
         self._host, self.port = listener.getsockname()[:2]
         self._exchange = exchange
-        self._compute_fingerprint = compute_fingerprint
+        self._computes_on_cpu = computes_on_cpu
 
         # Pulls that have not ended.
         self._pull_by_id: dict[tuple[KVSource, int], Pull] = {}
@@ -71,38 +64,39 @@ class KVTransfers(Transfers):
         self._pull_by_request_id: dict[str, Pull] = {}
         """Pull for which a request waits, by the id of the request."""
 
-        # The network's thread, and the jobs that it gives to the thread of the step loop.
-        self._jobs = StepJobs()
-        self._puller = Puller(exchange, self._jobs, settings, self.stats, link)
-        self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
+        # The network's thread.
+        self._puller = Puller(exchange, fleet_key, config.timeout_s)
+        self._server = BlockServer(listener, exchange, fleet_key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
-    def describe(self, block_tokens: int) -> KVTransferOffer:
+    def describe(self) -> KVTransferOffer:
         """Return the address, model and speed by which a router may name this engine as a source of blocks."""
+        exchange, link = self._exchange, self._exchange.link
+        device_gb_s = CPU_GB_S if self._computes_on_cpu else GB_S
         return KVTransferOffer(
             endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
-            group=self.settings.fingerprint.hex(),
-            bytes_per_token=max(1, self.settings.block_bytes_by_kind[FULL_KIND] // block_tokens),
-            gb_s=self.settings.gb_s,
+            group=exchange.fingerprint.digest.hex(),
+            bytes_per_token=max(1, exchange.block_bytes_by_kind[FULL_KIND] // exchange.block_tokens),
+            gb_s=device_gb_s if link is None else link.bytes_per_s / 1e9,
         )
 
     # ------------------------------------------------------------------ copies between steps
 
     def watch(self, on_copies: Callable[[], None]) -> None:
-        self._jobs.on_submit = on_copies
+        self._exchange.jobs.on_submit = on_copies
 
     @property
     def has_copies(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._exchange.jobs)
 
     def copy_blocks(self) -> None:
         """Copy blocks for peers and from them, and wait a moment for the end of pulls with all blocks stored.
 
         The thread of the network ends such a pull at once. So the next step can already compute its requests.
         """
-        self._jobs.run(STEP_COPY_BYTES_MAX)
+        self._exchange.jobs.run(STEP_COPY_BYTES_MAX)
         wait([pull.end for pull in self._pull_by_id.values() if pull.is_stored], END_WAIT_S_MAX)
 
     # ------------------------------------------------------------------ pulls
@@ -160,11 +154,7 @@ class KVTransfers(Transfers):
             self._abandon(pull)
 
     def change_weights(self, path: str | None) -> None:
-        try:
-            self.settings.fingerprint = self._compute_fingerprint(path)
-        except OSError as error:
-            log.warning("no blocks move until the weights change again, because their files cannot be read: %s", error)
-            self.settings.fingerprint = os.urandom(len(self.settings.fingerprint))
+        self._exchange.fingerprint.update(path)
 
     def _abandon(self, pull: Pull) -> None:
         """Store nothing more of a pull, and cancel it on the thread of the network."""
@@ -193,3 +183,12 @@ class KVTransfers(Transfers):
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S_MAX)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address. Raises ConfigError."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(f"--kv-transfer {port}: cannot listen on {host}:{port}: {error.strerror or error}") from error

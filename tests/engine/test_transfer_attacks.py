@@ -18,13 +18,13 @@ from transfer_peers import FLEET_KEY, Engine, Relay, prompt
 from engine.core import EngineCore
 from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
-from engine.transfer.block_exchange import ReadBlocks
 from engine.transfer.messages import (
     GREETING,
     BlocksSent,
     FetchBlocks,
     LocateBlocks,
     Refused,
+    SentBlock,
     TransferError,
     WantedBlock,
 )
@@ -72,7 +72,7 @@ def check_still_pulls(consumer: Engine, source: Engine) -> None:
 
 @pytest.mark.parametrize("wrong_side", ["source", "consumer"])
 def test_engines_of_two_fleets_exchange_nothing(expected: list[int], wrong_side: str) -> None:
-    keys = {"source": FLEET_KEY, "consumer": FLEET_KEY, wrong_side: b"the key of another fleet"}
+    keys = {"source": FLEET_KEY, "consumer": FLEET_KEY, wrong_side: "the key of another fleet"}
     with Engine(fleet_key=keys["source"]) as source, Engine(fleet_key=keys["consumer"]) as consumer:
         source.answer("a", TEXT)
         source.serve()
@@ -158,7 +158,7 @@ def test_a_pull_that_times_out_while_it_connects_leaves_no_socket(monkeypatch: p
 
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", never_connect)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY), 0.05)
+            await asyncio.wait_for(puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY.encode()), 0.05)
 
     asyncio.run(scenario())
     assert [sock.fileno() for sock in sockets] == [-1]
@@ -171,7 +171,7 @@ def test_a_connection_that_times_out_says_so(short_waits: None, monkeypatch: pyt
 
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", never_connect)
         with pytest.raises(TransferError, match="no connection: TimeoutError"):
-            await puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY)
+            await puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY.encode())
 
     asyncio.run(scenario())
 
@@ -308,11 +308,14 @@ def test_a_bit_that_was_changed_on_the_way_is_seen(expected: list[int], place: i
         assert consumer.transfers.stats.pulled_blocks == 0
 
 
-def _change_block(**changes: Any) -> Callable[[ReadBlocks], ReadBlocks]:
-    return lambda sent: sent._replace(blocks=[*sent.blocks[:7], replace(sent.blocks[7], **changes), *sent.blocks[8:]])
+Lie = Callable[[list[SentBlock], memoryview], tuple[list[SentBlock], memoryview]]
 
 
-LIES: dict[str, Callable[[ReadBlocks], ReadBlocks]] = {
+def _change_block(**changes: Any) -> Lie:
+    return lambda blocks, contents: ([*blocks[:7], replace(blocks[7], **changes), *blocks[8:]], contents)
+
+
+LIES: dict[str, Lie] = {
     "other tokens": _change_block(packed_tokens=b"\1\0\0\0" * 4),
     "another parent": _change_block(parent_hash=5),
     "no parent": _change_block(parent_hash=None),
@@ -320,12 +323,12 @@ LIES: dict[str, Callable[[ReadBlocks], ReadBlocks]] = {
     "another kind": _change_block(kind=1),
     "a salt": _change_block(extra_keys=("salt",)),
     "an adapter": _change_block(lora_name="lora"),
-    "more content": lambda sent: sent._replace(contents=memoryview(bytes(sent.contents) + b"1")),
-    "less content": lambda sent: sent._replace(contents=sent.contents[:-1]),
-    "no content": lambda sent: sent._replace(contents=memoryview(b"")),
-    "another order": lambda sent: sent._replace(blocks=sent.blocks[::-1]),
-    "more blocks": lambda sent: sent._replace(blocks=sent.blocks * 2),
-    "one block twice": lambda sent: sent._replace(blocks=[*sent.blocks[:-1], sent.blocks[0]]),
+    "more content": lambda blocks, contents: (blocks, memoryview(bytes(contents) + b"1")),
+    "less content": lambda blocks, contents: (blocks, contents[:-1]),
+    "no content": lambda blocks, contents: (blocks, memoryview(b"")),
+    "another order": lambda blocks, contents: (blocks[::-1], contents),
+    "more blocks": lambda blocks, contents: (blocks * 2, contents),
+    "one block twice": lambda blocks, contents: ([*blocks[:-1], blocks[0]], contents),
 }
 
 
@@ -334,7 +337,13 @@ def test_a_source_with_the_key_that_lies_is_not_believed(expected: list[int], li
     with Engine() as source, Engine() as consumer:
         source.answer("a", TEXT)
         reading = source.exchange.read
-        source.exchange.read = lambda wanted: LIES[lie](reading(wanted))  # type: ignore[method-assign]
+
+        def read_and_lie(wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
+            sent, contents = reading(wanted_blocks)
+            blocks, contents = LIES[lie](sent.blocks, contents)
+            return replace(sent, blocks=blocks), contents
+
+        source.exchange.read = read_and_lie  # type: ignore[method-assign]
         source.serve()
         consumer.answer("a", TEXT, source.source)
         check_failed(consumer, "malformed", expected)
@@ -365,7 +374,7 @@ def test_other_weights_are_another_model(expected: list[int]) -> None:
         check_failed(consumer, "incompatible", expected)
         reading = source.exchange.read
 
-        def read_then_change(wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
+        def read_then_change(wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
             sent = reading(wanted_blocks)
             source.transfers.change_weights(None)
             return sent
@@ -473,16 +482,15 @@ def test_blocks_are_sent_as_those_of_the_weights_that_computed_them() -> None:
         source.answer("a", TEXT)
         request = Request(request_id="a", token_ids=TEXT, params=SamplingParams())
         wanted_blocks = [WantedBlock(key.hash, 0) for key in source.exchange.list_keys(request)]
-        server = source.transfers._server
-        read = server._read
+        read = source.exchange.read
 
-        def read_and_reload(wanted_blocks: list[WantedBlock]) -> Any:
+        def read_and_reload(wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
             sent = read(wanted_blocks)
             source.transfers.change_weights("new weights")
             return sent
 
-        server._read = read_and_reload  # type: ignore[method-assign]
-        answer = server._make_answer(FetchBlocks(wanted_blocks))
+        source.exchange.read = read_and_reload  # type: ignore[method-assign]
+        answer = source.transfers._server._make_answer(FetchBlocks(wanted_blocks))
         future = asyncio.run_coroutine_threadsafe(answer, source.transfers._loop)
         source.serve()
         sent, _ = future.result(10)

@@ -137,7 +137,7 @@ def test_weights_whose_files_are_gone_wake_up_and_are_shared_with_no_peer() -> N
     with Engine() as source, Engine() as consumer:
         source.core._model = FakeModel()
         source.answer("a", text)
-        source.transfers._compute_fingerprint = lambda path: _raise(FileNotFoundError("config.json"))
+        source.exchange.fingerprint._compute_digest = lambda: _raise(FileNotFoundError("config.json"))
         source.core.sleep(2)
         source.core.wake()
         source.core.reload_weights("other")
@@ -165,7 +165,7 @@ def test_weights_that_stayed_in_memory_are_not_those_of_their_changed_files() ->
         assert consumer.cached_tokens("a") > 0
         source.core.sleep(2)
         source.core.wake()
-        assert source.transfers.settings.fingerprint == b"other weights"
+        assert source.exchange.fingerprint.digest == b"other weights"
 
 
 class FakeModel:

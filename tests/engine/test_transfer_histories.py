@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from drawn_specs import group
 from fake_device import EOS, Bench, DeviceFault, FakeDevice
+from transfer_peers import FakeFingerprint
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec, StateSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.transfer.block_exchange import BlockExchange, ReadBlocks
+from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.interface import Transfers
-from engine.transfer.messages import WantedBlock
+from engine.transfer.messages import BlocksSent, WantedBlock
 from engine.transfer.pull_plan import Pull, PullItem, split_into_batches
 from engine.types import BlockCopy, BlockPlace, KVSource, Request, SamplingParams
 from events import AllBlocksCleared
@@ -111,7 +112,7 @@ class Peer:
         self.bench = Bench(cache, config, overlap=rng.random() < 0.6)
         self.transfers = self.bench.core.transfers = OneJob()
         self.memory = FakeMemory(self.bench.device)
-        self.exchange = BlockExchange(cache, self.memory)
+        self.exchange = BlockExchange(cache, self.memory, FakeFingerprint(b"one model"))
         self.request_count = 0
 
     def between_steps(self, job: Callable[[], None]) -> None:
@@ -197,26 +198,27 @@ class PeerHistory:
         for batch in split_into_batches(items, sizes, CONTENT_BYTES * rng.randint(1, 12), 100):
             if rng.random() < 0.3:
                 self.steps()
-            sent = self._read(source, prompt, batch)
-            if sent is None:
+            answer = self._read(source, prompt, batch)
+            if answer is None:
                 return
+            sent, contents = answer
             for item, block in zip(batch, sent.blocks):
                 assert block == prompt.describe_block(item)
             if rng.random() < 0.3:
                 self.steps()
-            if self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):
+            if self._store(consumer, prompt, batch[: len(sent.blocks)], contents) < len(batch):
                 return
 
-    def _read(self, source: Peer, prompt: Pull, batch: list[PullItem]) -> ReadBlocks | None:
+    def _read(self, source: Peer, prompt: Pull, batch: list[PullItem]) -> tuple[BlocksSent, memoryview] | None:
         """Returns None if the source fails."""
         wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
-        results: list[ReadBlocks] = []
+        results: list[tuple[BlocksSent, memoryview]] = []
         source.between_steps(lambda: results.append(source.exchange.read(wanted_blocks)))
         return results[0] if results else None
 
-    def _store(self, consumer: Peer, prompt: Pull, items: list[PullItem], sent: ReadBlocks) -> int:
+    def _store(self, consumer: Peer, prompt: Pull, items: list[PullItem], contents: memoryview) -> int:
         counts: list[int] = []
-        consumer.between_steps(lambda: counts.append(consumer.exchange.store(prompt, items, sent.contents)))
+        consumer.between_steps(lambda: counts.append(consumer.exchange.store(prompt, items, contents)))
         if not counts:
             assert consumer.bench.core.stats().failed_steps
             return 0

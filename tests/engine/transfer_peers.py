@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from fake_device import EventChecker, resident_in
 
 from engine.cache.kv_cache import KVCache
+from engine.config import KVTransferConfig
 from engine.core import EngineCore
 from engine.execution.device_pool import DevicePool
 from engine.execution.runner import ModelRunner, RunnerConfig
@@ -22,8 +24,8 @@ from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.fingerprint import ModelFingerprint
 from engine.transfer.service import KVTransfers
-from engine.transfer.settings import TransferSettings
 from engine.types import KVSource, Request, SamplingParams, SequenceOutput
 
 RECIPES = {
@@ -33,8 +35,19 @@ RECIPES = {
     "bamba": Recipe(family="bamba", layers=3),
 }
 CPU = torch.device("cpu")
-FLEET_KEY = b"the key of the fleet"
+FLEET_KEY = "the key of the fleet"
 BLOCK_SIZE = 4
+
+
+class FakeFingerprint(ModelFingerprint):
+    """Fingerprint of a model without files."""
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self._folder, self._facts = Path("/nonexistent"), ()
+
+    def _compute_digest(self) -> bytes:
+        return b"other weights"
 
 
 class Engine:
@@ -47,7 +60,7 @@ class Engine:
         units: int | None = None,
         host_units: int = 0,
         prefix_caching: bool = True,
-        fleet_key: bytes = FLEET_KEY,
+        fleet_key: str = FLEET_KEY,
         fingerprint: bytes = b"one model",
         timeout_s: float = 20.0,
         overlaps_steps: bool = False,
@@ -63,19 +76,9 @@ class Engine:
         pool = DevicePool(spec, units, device=CPU, dtype=dtype, host_unit_count=host_units)
         pool.buffer.fill_(0xFF)
         runner = ModelRunner(model, pool, RunnerConfig(max_model_len=512, overlaps_steps=overlaps_steps))
-        self.exchange = BlockExchange(self.cache, pool.block_copier)
-        kinds = range(len(spec.block_bytes_by_kind()))
-        self.transfers = KVTransfers(
-            socket.create_server(("127.0.0.1", 0)),
-            self.exchange,
-            TransferSettings(
-                fleet_key=fleet_key,
-                timeout_s=timeout_s,
-                block_bytes_by_kind=tuple(pool.block_copier.get_block_bytes(kind) for kind in kinds),
-                fingerprint=fingerprint,
-            ),
-            compute_fingerprint=lambda path: b"other weights",
-        )
+        self.exchange = BlockExchange(self.cache, pool.block_copier, FakeFingerprint(fingerprint))
+        transfer_config = KVTransferConfig(port=0, key=fleet_key, timeout_s=timeout_s)
+        self.transfers = KVTransfers(transfer_config, self.exchange, computes_on_cpu=True)
         self.events = EventChecker(BLOCK_SIZE)
         self.core = EngineCore(
             Scheduler(config, self.cache), runner, self.events, transfers=self.transfers, overlaps_steps=overlaps_steps
