@@ -168,7 +168,11 @@ class BlockExchange:
             return 0
         new_blocks: list[_NewBlock] = []
         try:
-            self._fill_and_attach(pull, items, contents, new_blocks)
+            self._match_prefix(pull)
+            self._allocate(pull, items, new_blocks)
+            self._load_host_blocks(new_blocks)
+            self._write_contents(items, new_blocks, contents)
+            self._attach_all(pull, new_blocks)
         except Exception:
             pull.is_abandoned = True
             self._cache.reset()  # an unfilled block must leave the prefix tree before it is released
@@ -177,47 +181,27 @@ class BlockExchange:
             for new_block in reversed(new_blocks):
                 self._release(new_block)
         stored_count = 0
-        while stored_count < len(items) and _is_stored(pull, items[stored_count]):
+        while stored_count < len(items) and pull.has_stored(items[stored_count]):
             stored_count += 1
         self.stats.pulled_blocks += stored_count
         self.stats.pulled_bytes += self.count_bytes(items[:stored_count])
         return stored_count
 
-    def _fill_and_attach(
-        self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
-    ) -> None:
-        """Allocate device blocks for received blocks (`items`), fill them, and put them into the prefix tree.
+    def _match_prefix(self, pull: Pull) -> None:
+        """Update `pull.nodes`, the cached beginning of the prompt, and mark it as used when it is first looked up.
 
-        Every allocated block is appended to `new_blocks`, also before an error, so that the caller can release it.
-        Earlier blocks of the prompt are among them if only host memory has them: they are copied to the device.
-        """
-        self._update_nodes(pull)
-        self._allocate(pull, items, new_blocks)
-        for new_block in new_blocks:
-            if new_block.host_block is not None:
-                self._cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
-        self._memory.execute(self._cache.take_copies())
-        self._write_contents(items, new_blocks, contents)
-        self._attach_all(pull, new_blocks)
-
-    def _update_nodes(self, pull: Pull) -> None:
-        """Update `pull.nodes`, the cached beginning of the prompt. Mark its blocks as used when it is first looked up.
-
-        Else storing the prompt's other blocks could evict them.
+        Without that mark, storing the prompt's other blocks could evict it.
         """
         is_first_time = not pull.nodes
         self._cache.tree.extend_match(pull.keys, pull.nodes)
         if is_first_time:
-            self._mark_used(pull.nodes)
-
-    def _mark_used(self, nodes: Sequence[Node]) -> None:
-        """Mark the computed full-attention blocks of nodes as used just now, so that older blocks are evicted first."""
-        pool = self._cache.pool
-        blocks = [block for node in nodes if (block := node.blocks[FULL_KIND]) is not None and not block.is_pending]
-        for block in blocks:
-            pool.acquire(block)
-        for block in reversed(blocks):
-            pool.release(block)
+            pool = self._cache.pool
+            blocks = [node.blocks[FULL_KIND] for node in pull.nodes if node.has_computed(FULL_KIND)]
+            cached_blocks = [block for block in blocks if block is not None]
+            for block in cached_blocks:
+                pool.acquire(block)
+            for block in reversed(cached_blocks):
+                pool.release(block)
 
     def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
         """Append to `new_blocks` a device block for each received block (`items`), until memory runs out.
@@ -261,6 +245,13 @@ class BlockExchange:
             first_index -= 1
         nodes = pull.nodes[first_index:needed_count]
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
+
+    def _load_host_blocks(self, new_blocks: Sequence[_NewBlock]) -> None:
+        """Copy the earlier blocks of the prompt that only host memory has to the device, after all planned copies."""
+        for new_block in new_blocks:
+            if new_block.host_block is not None:
+                self._cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
+        self._memory.execute(self._cache.take_copies())
 
     def _write_contents(self, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview) -> None:
         """Write contents that a peer has sent to the device blocks that were allocated for them.
@@ -332,7 +323,3 @@ class BlockExchange:
             cache.pool.release(block)
         if new_block.parent_block is not None:
             cache.pool.release(new_block.parent_block)
-
-
-def _is_stored(pull: Pull, item: PullItem) -> bool:
-    return item.block_index < len(pull.nodes) and pull.nodes[item.block_index].has_computed(item.kind)

@@ -57,6 +57,10 @@ class Pull:
         parent_hash = self.keys[index - 1].hash if index else None
         return SentBlock.describe(self.keys[index], parent_hash, item.kind)
 
+    def has_stored(self, item: PullItem) -> bool:
+        """Return whether the cache has a block of the prompt now."""
+        return item.block_index < len(self.nodes) and self.nodes[item.block_index].has_computed(item.kind)
+
 
 def count_resumable_blocks(masks: Sequence[int], windows: AttentionWindows) -> int:
     """Return after how many leading blocks of a prompt a sequence can resume.

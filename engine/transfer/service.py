@@ -114,10 +114,7 @@ class KVTransfers(Transfers):
         keys = self._exchange.list_keys(request)
         if not keys or self._exchange.is_cached(keys):
             return None
-        if source is None:
-            pull = self._find_pull(keys)
-        else:
-            pull = self._begin_or_join_pull(source, keys)
+        pull = self._find_pull(keys) if source is None else self._begin_or_join_pull(source, keys)
         if pull is None:
             return None
         pull.waiting_count += 1
@@ -179,7 +176,6 @@ class KVTransfers(Transfers):
             self._loop.close()
 
     def close(self) -> None:
-        """End all transfers and the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S_MAX)
