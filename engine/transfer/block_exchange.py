@@ -1,14 +1,16 @@
 """The cache's side of transfers: what a prompt lacks, what a peer is sent, and storing what a peer has sent.
 
-The thread of the steps calls `list_keys`, and `read` and `store` while no step is in flight. Any thread may call the
-others.
+The thread of the steps calls `list_keys`, and `run_jobs` while no step is in flight. The jobs, which the thread of the
+network submits, call `read` and `store`. Any thread may call the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.host_tier import HostLoad
@@ -19,9 +21,10 @@ from engine.transfer.interface import TransferStats
 from engine.transfer.messages import BlocksSent, SentBlock, WantedBlock
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks
 from engine.transfer.simulated_link import SimulatedLink
-from engine.transfer.step_jobs import StepJobs
 from engine.types import BlockCopy, BlockKey, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
+
+Result = TypeVar("Result")
 
 
 class BlockMemory(Protocol):
@@ -38,6 +41,14 @@ class BlockMemory(Protocol):
 
     def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
         """Write contents, one after the other, to blocks of the device."""
+
+
+class _Job(NamedTuple):
+    """A function that copies bytes between two steps, and the future of its result."""
+
+    work: Callable[[], Any]
+    byte_count: int
+    future: Future[Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +75,9 @@ class BlockExchange:
         """
         self.fingerprint = fingerprint
         self.link = link
-        self.jobs = StepJobs()
-        """Reads and stores, which the thread of the steps does between steps."""
+        self.on_job: Callable[[], None] = lambda: None
+        """Called on the thread that has submitted a job, to wake the thread of the steps."""
+        self._jobs: deque[_Job] = deque()
         self.stats = TransferStats()
         self.block_tokens = cache.block_size
         self._cache = cache
@@ -80,6 +92,40 @@ class BlockExchange:
 
     def count_bytes(self, blocks: Iterable[PullItem | WantedBlock]) -> int:
         return sum(self.block_bytes_by_kind[block.kind] for block in blocks)
+
+    # ------------------------------------------------------------------ jobs between steps
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
+
+    def submit(self, work: Callable[[], Result], byte_count: int) -> Future[Result]:
+        """Queue `work`, which reads or stores `byte_count` bytes, for the thread of the steps. Return its future.
+
+        If the future is cancelled before the work begins, the work is skipped.
+        """
+        future: Future[Result] = Future()
+        self._jobs.append(_Job(work, byte_count, future))
+        self.on_job()
+        return future
+
+    def run_jobs(self, bytes_max: int) -> None:
+        """Run the oldest jobs until they have copied at least `bytes_max` bytes, or none is left.
+
+        If a job raises, its future gets the error, and this method raises it, too. Later jobs stay queued.
+        """
+        copied_bytes = 0
+        while self._jobs and copied_bytes < bytes_max:
+            job = self._jobs.popleft()
+            is_cancelled = not job.future.set_running_or_notify_cancel()
+            if is_cancelled:
+                continue
+            copied_bytes += job.byte_count
+            try:
+                job.future.set_result(job.work())
+            except Exception as error:
+                job.future.set_exception(error)
+                raise
 
     # ------------------------------------------------------------------ what a peer is sent
 

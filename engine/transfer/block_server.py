@@ -17,13 +17,14 @@ from engine.transfer.messages import (
     BATCH_BLOCKS_MAX,
     BATCH_BYTES_MAX,
     HASHES_MAX,
+    QUESTION_DECODER,
     Answer,
     BlocksLocated,
     FetchBlocks,
     LocateBlocks,
     Refused,
     TransferError,
-    decode_question,
+    decode_message,
 )
 from options.background_tasks import BackgroundTasks
 
@@ -70,20 +71,16 @@ class BlockServer:
                 except OSError as error:  # such as too many open files
                     log.warning("a connection for blocks is not accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
-                else:
-                    self._start_serving(sock)
+                    continue
+                if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
+                    self._exchange.stats.refused_connections += 1
+                    sock.close()
+                    continue
+                self._greeting_count += 1
+                self._connection_tasks.start(self._serve(Connection(sock)))
         finally:
             self._connection_tasks.cancel()
             self._listener.close()
-
-    def _start_serving(self, sock: socket.socket) -> None:
-        """Serve a new connection in a task, or close it if there are too many."""
-        if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
-            self._exchange.stats.refused_connections += 1
-            sock.close()
-            return
-        self._greeting_count += 1
-        self._connection_tasks.start(self._serve(Connection(sock)))
 
     async def _serve(self, connection: Connection) -> None:
         """Authenticate a peer engine by the fleet's key, answer its questions, and close the connection at the end."""
@@ -111,7 +108,7 @@ class BlockServer:
         try:
             while True:
                 data, _ = await asyncio.wait_for(connection.receive(payload_bytes_max=0), IDLE_S_MAX)
-                question = decode_question(data)
+                question = decode_message(QUESTION_DECODER, data)
                 previous_task = answer_tasks[-1] if answer_tasks else None
                 answer_tasks.append(asyncio.create_task(self._send_answer(connection, question, previous_task)))
                 if len(answer_tasks) >= QUESTIONS_AHEAD_MAX:
@@ -140,7 +137,7 @@ class BlockServer:
         if isinstance(question, LocateBlocks):
             return BlocksLocated(exchange.locate(question.hashes)), NO_CONTENTS
         wanted_blocks = question.wanted_blocks
-        reading = exchange.jobs.submit(partial(exchange.read, wanted_blocks), exchange.count_bytes(wanted_blocks))
+        reading = exchange.submit(partial(exchange.read, wanted_blocks), exchange.count_bytes(wanted_blocks))
         try:
             return await asyncio.wrap_future(reading)
         except Exception:  # noqa: BLE001 - the step loop has logged it

@@ -11,6 +11,8 @@ import hmac
 import os
 import socket
 
+import msgspec
+
 from engine.transfer.messages import (
     GREETING,
     LENGTHS_BYTES,
@@ -19,11 +21,11 @@ from engine.transfer.messages import (
     Answer,
     Bytes,
     ConnectionKeys,
-    FrameLengths,
     FrameSigner,
     Question,
     TransferError,
-    encode_message,
+    decode_lengths,
+    encode_lengths,
 )
 
 CONNECT_S_MAX = 2.0
@@ -78,20 +80,20 @@ class Connection:
 
     async def send(self, message: Question | Answer, payload: Bytes = b"") -> None:
         """Send one frame."""
-        data = encode_message(message)
-        lengths = FrameLengths(len(data), len(payload))
-        mac = self._send_signer.sign(lengths, data, payload)
-        await self._send_bytes(lengths.encode() + data)
+        data = msgspec.msgpack.encode(message)
+        mac = self._send_signer.sign(data, payload)
+        await self._send_bytes(encode_lengths(data, payload) + data)
         if payload:
             await self._send_bytes(payload)
         await self._send_bytes(mac)
 
     async def receive(self, payload_bytes_max: int) -> tuple[bytearray, bytearray]:
         """Return the message, not decoded, and the payload of the next frame. Raises TransferError, ConnectionError."""
-        lengths = FrameLengths.decode(await self._receive_bytes(LENGTHS_BYTES), payload_bytes_max)
-        data = await self._receive_bytes(lengths.message_bytes)
-        payload = await self._receive_bytes(lengths.payload_bytes)
-        self._receive_signer.check(await self._receive_bytes(MAC_BYTES), lengths, data, payload)
+        lengths = await self._receive_bytes(LENGTHS_BYTES)
+        message_bytes, payload_bytes = decode_lengths(lengths, payload_bytes_max)
+        data = await self._receive_bytes(message_bytes)
+        payload = await self._receive_bytes(payload_bytes)
+        self._receive_signer.check(await self._receive_bytes(MAC_BYTES), data, payload)
         return data, payload
 
     def close(self) -> None:

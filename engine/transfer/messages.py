@@ -117,52 +117,32 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 Answer = BlocksLocated | BlocksSent | Refused
 
-_encoder = msgspec.msgpack.Encoder()
-_question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
+QUESTION_DECODER: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+ANSWER_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 Bytes = bytes | bytearray | memoryview
 Message = TypeVar("Message")
 
 
-def encode_message(message: Question | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_question(data: Bytes) -> Question:
-    """Decode what a consumer asks. Raises TransferError."""
-    return _decode(_question_decoder, data)
-
-
-def decode_answer(data: Bytes) -> Answer:
-    """Decode what a source answers. Raises TransferError."""
-    return _decode(_answer_decoder, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
+def decode_message(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
+    """Decode what a consumer asks, or what a source answers. Raises TransferError."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError("malformed", f"a message that cannot be read: {error}") from error
 
 
-class FrameLengths(NamedTuple):
-    """Header of a frame, the unit that is sent over a connection: the sizes of its message and of its payload."""
+def encode_lengths(message: Bytes, payload: Bytes) -> bytes:
+    """Return the first bytes of a frame: the sizes of its message and of its payload."""
+    return _LENGTHS.pack(len(message), len(payload))
 
-    message_bytes: int
-    payload_bytes: int
 
-    def encode(self) -> bytes:
-        return _LENGTHS.pack(*self)
-
-    @staticmethod
-    def decode(data: Bytes, payload_bytes_max: int) -> FrameLengths:
-        """Decode the header of a frame. Raises TransferError if the frame is longer than the reader has room for."""
-        lengths = FrameLengths(*_LENGTHS.unpack(data))
-        if lengths.message_bytes > MESSAGE_BYTES_MAX or lengths.payload_bytes > payload_bytes_max:
-            raise TransferError("malformed", f"a frame of {lengths.message_bytes} and {lengths.payload_bytes} bytes")
-        return lengths
+def decode_lengths(data: Bytes, payload_bytes_max: int) -> tuple[int, int]:
+    """Return the bytes of a frame's message and of its payload. Raises TransferError if the reader has no room."""
+    message_bytes, payload_bytes = _LENGTHS.unpack(data)
+    if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > payload_bytes_max:
+        raise TransferError("malformed", f"a frame of {message_bytes} and {payload_bytes} bytes")
+    return message_bytes, payload_bytes
 
 
 class FrameSigner:
@@ -175,18 +155,17 @@ class FrameSigner:
         self._key = key
         self._frame_count = 0
 
-    def sign(self, lengths: FrameLengths, *parts: Bytes) -> bytes:
-        """Return the HMAC of the next frame. `parts`: its message and its payload."""
-        frame_number = _FRAME_NUMBER.pack(self._frame_count)
+    def sign(self, message: Bytes, payload: Bytes) -> bytes:
+        """Return the HMAC of the next frame."""
+        mac = hmac.new(self._key, _FRAME_NUMBER.pack(self._frame_count), "sha256")
         self._frame_count += 1
-        mac = hmac.new(self._key, frame_number + lengths.encode(), "sha256")
-        for part in parts:
+        for part in (encode_lengths(message, payload), message, payload):
             mac.update(part)
         return mac.digest()
 
-    def check(self, mac: Bytes, lengths: FrameLengths, *parts: Bytes) -> None:
+    def check(self, mac: Bytes, message: Bytes, payload: Bytes) -> None:
         """Check the HMAC of the next frame. Raises TransferError if it is wrong."""
-        if not hmac.compare_digest(mac, self.sign(lengths, *parts)):
+        if not hmac.compare_digest(mac, self.sign(message, payload)):
             raise TransferError("malformed", "a frame whose HMAC is wrong")
 
 

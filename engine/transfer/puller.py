@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.connection import CONNECT_S_MAX, Connection
 from engine.transfer.messages import (
+    ANSWER_DECODER,
     BATCH_BLOCKS_MAX,
     BATCH_BYTES_MAX,
     FAILURE_REASONS,
-    Answer,
     BlocksLocated,
     BlocksSent,
     FetchBlocks,
@@ -32,7 +32,7 @@ from engine.transfer.messages import (
     Refused,
     TransferError,
     WantedBlock,
-    decode_answer,
+    decode_message,
 )
 from engine.transfer.pull_plan import Pull, PullItem, split_into_batches
 from engine.types import KVSource
@@ -168,7 +168,7 @@ class Puller:
                         requested.clear()
                     arrived_blocks, is_last = batch[:arrived_count], not waiting and not requested
                     job = partial(exchange.store, pull, arrived_blocks, contents, is_last)
-                    storing.append((batch, exchange.jobs.submit(job, exchange.count_bytes(arrived_blocks))))
+                    storing.append((batch, exchange.submit(job, exchange.count_bytes(arrived_blocks))))
                 # Count what is stored; wait for that only if nothing is to be received.
                 while storing and (storing[0][1].done() or not requested):
                     batch, stored_future = storing.popleft()
@@ -241,7 +241,7 @@ async def _receive(
     Raises TransferError if the source refuses, or answers otherwise.
     """
     data, payload = await connection.receive(payload_bytes_max)
-    answer: Answer = decode_answer(data)
+    answer = decode_message(ANSWER_DECODER, data)
     if isinstance(answer, Refused):
         raise TransferError(answer.reason if answer.reason in FAILURE_REASONS else "malformed", answer.message[:200])
     if not isinstance(answer, answer_type):

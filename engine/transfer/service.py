@@ -85,28 +85,26 @@ class KVTransfers(Transfers):
     # ------------------------------------------------------------------ copies between steps
 
     def watch(self, on_copies: Callable[[], None]) -> None:
-        self._exchange.jobs.on_submit = on_copies
+        self._exchange.on_job = on_copies
 
     @property
     def has_copies(self) -> bool:
-        return bool(self._exchange.jobs)
+        return self._exchange.has_jobs
 
     def copy_blocks(self) -> None:
         """Copy blocks for peers and from them, and wait a moment for the end of pulls with all blocks stored.
 
         The thread of the network ends such a pull at once. So the next step can already compute its requests.
         """
-        self._exchange.jobs.run(STEP_COPY_BYTES_MAX)
+        self._exchange.run_jobs(STEP_COPY_BYTES_MAX)
         wait([pull.end for pull in self._pull_by_id.values() if pull.is_stored], END_WAIT_S_MAX)
 
     # ------------------------------------------------------------------ pulls
 
     def start_pull(self, request: Request) -> Future[None] | None:
-        """Begin to fetch cached blocks of a request's prompt from the engine that the request names as their source.
+        """Begin the pull of a request that names a source, or join the pull of an equal prompt from that source.
 
-        Returns a future that is done when the request need not wait any more; None if there is nothing to wait for.
-        Requests with the same prompt and source share one pull. A request without a source waits for a running pull of
-        its prompt's first blocks, so that it need not compute them.
+        A request without a source waits for a running pull of its prompt's first blocks: it need not compute them then.
         """
         source = request.kv_source
         if source is None and not self._pull_by_id:
@@ -130,14 +128,14 @@ class KVTransfers(Transfers):
     def _begin_or_join_pull(self, source: KVSource, keys: list[BlockKey]) -> Pull | None:
         """Return the pull of a prompt, which begins if there is none yet; None if there are too many pulls."""
         new_pull = Pull(source, keys)
-        pull = self._pull_by_id.get(new_pull.id)
-        if pull is None:
-            if len(self._pull_by_id) >= PULLS_MAX:
-                self.stats.failures["busy"] += 1
-                return None
-            pull = self._pull_by_id[new_pull.id] = new_pull
-            pull.end = asyncio.run_coroutine_threadsafe(self._puller.pull(pull), self._loop)
-        return pull
+        if new_pull.id in self._pull_by_id:
+            return self._pull_by_id[new_pull.id]
+        if len(self._pull_by_id) >= PULLS_MAX:
+            self.stats.failures["busy"] += 1
+            return None
+        self._pull_by_id[new_pull.id] = new_pull
+        new_pull.end = asyncio.run_coroutine_threadsafe(self._puller.pull(new_pull), self._loop)
+        return new_pull
 
     def stop_waiting(self, request_id: str) -> None:
         pull = self._pull_by_request_id.pop(request_id, None)

@@ -374,12 +374,11 @@ def test_other_weights_are_another_model(expected: list[int]) -> None:
         check_failed(consumer, "incompatible", expected)
         reading = source.exchange.read
 
-        def read_then_change(wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
-            sent = reading(wanted_blocks)
+        def change_then_read(wanted_blocks: Sequence[WantedBlock]) -> tuple[BlocksSent, memoryview]:
             source.transfers.change_weights(None)
-            return sent
+            return reading(wanted_blocks)
 
-        source.exchange.read = read_then_change  # type: ignore[method-assign]
+        source.exchange.read = change_then_read  # type: ignore[method-assign]
         consumer.core.reset_prefix_cache()
         consumer.answer("b", TEXT, source.source)
         assert consumer.transfers.stats.failures["incompatible"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from contextlib import suppress
 from typing import Any
 
@@ -10,24 +11,26 @@ import pytest
 from drawn_specs import specs
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.msgpack import encode
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.transfer.messages import (
+    ANSWER_DECODER,
     MESSAGE_BYTES_MAX,
+    QUESTION_DECODER,
     BlocksLocated,
     BlocksSent,
     ConnectionKeys,
     FetchBlocks,
-    FrameLengths,
     FrameSigner,
     LocateBlocks,
     Refused,
     SentBlock,
     TransferError,
     WantedBlock,
-    decode_answer,
-    decode_question,
-    encode_message,
+    decode_lengths,
+    decode_message,
+    encode_lengths,
 )
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
 from engine.types import BlockKey, KVSource
@@ -49,30 +52,30 @@ ANSWERS = (
 
 @given(QUESTIONS)
 def test_a_question_is_read_as_it_was_written(question: Any) -> None:
-    assert decode_question(encode_message(question)) == question
+    assert decode_message(QUESTION_DECODER, encode(question)) == question
 
 
 @given(ANSWERS)
 def test_an_answer_is_read_as_it_was_written(answer: Any) -> None:
-    assert decode_answer(encode_message(answer)) == answer
+    assert decode_message(ANSWER_DECODER, encode(answer)) == answer
 
 
-@given(st.binary(max_size=200) | QUESTIONS.map(encode_message), st.data())
+@given(st.binary(max_size=200) | QUESTIONS.map(encode), st.data())
 def test_any_bytes_are_a_message_or_a_transfer_error(data: bytes, drawn: st.DataObject) -> None:
     if data:
         changed = bytearray(data)
         changed[drawn.draw(st.integers(0, len(data) - 1))] = drawn.draw(st.integers(0, 255))
         data = bytes(changed)
-    for decode in (decode_question, decode_answer):
+    for decoder in (QUESTION_DECODER, ANSWER_DECODER):
         with suppress(TransferError):
-            decode(data)
+            decode_message(decoder, data)
 
 
 def check_frame(receiver: FrameSigner, frame: bytes) -> None:
-    lengths = FrameLengths.decode(frame[:8], 1 << 20)
-    message_end = 8 + lengths.message_bytes
-    payload_end = message_end + lengths.payload_bytes
-    receiver.check(frame[payload_end:], lengths, frame[8:message_end], frame[message_end:payload_end])
+    message_bytes, payload_bytes = decode_lengths(frame[:8], 1 << 20)
+    message_end = 8 + message_bytes
+    payload_end = message_end + payload_bytes
+    receiver.check(frame[payload_end:], frame[8:message_end], frame[message_end:payload_end])
 
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.integers(0, 3), st.data())
@@ -80,30 +83,29 @@ def test_a_frame_is_accepted_whole_once_and_in_its_place_only(
     message: bytes, payload: bytes, earlier_frames: int, drawn: st.DataObject
 ) -> None:
     sender, receiver = FrameSigner(b"key"), FrameSigner(b"key")
-    lengths = FrameLengths(len(message), len(payload))
     for _ in range(earlier_frames):
-        receiver.check(sender.sign(lengths, message, payload), lengths, message, payload)
-    mac = sender.sign(lengths, message, payload)
-    frame = bytearray(lengths.encode() + message + payload + mac)
+        receiver.check(sender.sign(message, payload), message, payload)
+    mac = sender.sign(message, payload)
+    frame = bytearray(encode_lengths(message, payload) + message + payload + mac)
     frame[drawn.draw(st.integers(0, len(frame) - 1))] ^= 1 << drawn.draw(st.integers(0, 7))
     changed_receiver = FrameSigner(b"key")
     for _ in range(earlier_frames):
-        changed_receiver.sign(lengths, message, payload)
+        changed_receiver.sign(message, payload)
     with pytest.raises(TransferError):
         check_frame(changed_receiver, bytes(frame))
-    receiver.check(mac, lengths, message, payload)
+    receiver.check(mac, message, payload)
     with pytest.raises(TransferError):  # the same frame again
-        receiver.check(mac, lengths, message, payload)
+        receiver.check(mac, message, payload)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_lengths_are_bounded_before_anything_is_read(message_bytes: int, payload_bytes: int, room: int) -> None:
-    lengths = FrameLengths(message_bytes, payload_bytes)
+    lengths = struct.pack(">II", message_bytes, payload_bytes)
     if message_bytes <= MESSAGE_BYTES_MAX and payload_bytes <= room:
-        assert FrameLengths.decode(lengths.encode(), room) == lengths
+        assert decode_lengths(lengths, room) == (message_bytes, payload_bytes)
     else:
         with pytest.raises(TransferError):
-            FrameLengths.decode(lengths.encode(), room)
+            decode_lengths(lengths, room)
 
 
 def test_the_keys_of_a_connection_are_all_different_and_follow_the_nonces() -> None:
@@ -125,7 +127,7 @@ def test_a_block_is_of_a_prompt_if_all_that_names_it_is_equal(block: SentBlock, 
     ]
     item = PullItem(len(keys) - 1, block.kind)
     expected = Pull(KVSource("host", 1), keys).describe_block(item)
-    (sent,) = decode_answer(encode_message(BlocksSent(b"", [block]))).blocks  # type: ignore[union-attr]
+    (sent,) = decode_message(ANSWER_DECODER, encode(BlocksSent(b"", [block]))).blocks  # type: ignore[union-attr]
     assert sent == expected
     field = drawn.draw(st.sampled_from(["hash", "kind", "parent_hash", "packed_tokens", "extra_keys", "lora_name"]))
     drawn_value = getattr(drawn.draw(SENT_BLOCKS), field)
