@@ -206,7 +206,7 @@ def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executo
     device = executor.device.partition(":")[0]
     content_bytes = tuple(memory.get_block_bytes(kind) for kind in range(len(cache.spec.block_bytes_by_kind())))
     facts = (cache.spec, content_bytes, f"{executor.dtype} on {device}", config.tensor_parallel_size, config.simulate)
-    exchange = BlockExchange(cache, memory, ModelFingerprint(folder, facts), executor.simulated_link)
+    exchange = BlockExchange(cache, memory, ModelFingerprint(folder, facts))
     return KVTransfers(config.kv_transfer, exchange, computes_on_cpu=device == "cpu")
 
 

@@ -26,7 +26,6 @@ from engine.grammar_compiler import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.transfer.block_exchange import BlockMemory
 from engine.transfer.interface import Transfers, TransferStats
-from engine.transfer.simulated_link import SimulatedLink
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event
 from simulation.spec import ScriptTurn
@@ -127,8 +126,6 @@ class Executor:
     """Prompt tokens of a step after which it starts no further request; None: as many as the step has room for."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
-    simulated_link: SimulatedLink | None = None
-    """The network over which a simulation moves blocks to peers; None for a real model."""
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):

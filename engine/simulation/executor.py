@@ -15,7 +15,7 @@ from engine.model_files import ModelFiles, locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
-from engine.transfer.simulated_link import SimulatedBlockMemory, SimulatedLink
+from engine.transfer.simulated_memory import SimulatedBlockMemory
 from options import ConfigError
 from prompts import Tokenizer
 from simulation.spec import SimulationSpec, read_spec
@@ -47,7 +47,6 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         if unsupported_reason is not None:
             raise ConfigError(f"--simulate: script: turns cannot be said: {unsupported_reason}")
     model = SimulatedModel(config, spec, tokenizer)
-    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
     # The blocks have no contents, so any head size is right. With this one, a unit of memory is one block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
@@ -60,7 +59,6 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         dtype="simulated",
         device=spec.source,
         step_tokens_max=config.step_tokens_max,
-        simulated_link=SimulatedLink(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes),
         script_turns=spec.script_turns,
     )
 
@@ -120,7 +118,10 @@ class SimulatedModel:
             runner.close()
 
     def get_block_memory(self) -> SimulatedBlockMemory | None:
-        return None if self._spec.kv_bytes_per_token is None else SimulatedBlockMemory()
+        if self._spec.kv_bytes_per_token is None:
+            return None
+        block_bytes = self._spec.kv_bytes_per_token * self._config.block_size
+        return SimulatedBlockMemory(block_bytes, self._spec.transfer_gb_s * 1e9 / self._config.time_scale)
 
     def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
         pass

@@ -20,7 +20,7 @@ from engine.transfer.fingerprint import ModelFingerprint
 from engine.transfer.interface import TransferStats
 from engine.transfer.messages import BlocksSent, SentBlock, WantedBlock
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks
-from engine.transfer.simulated_link import SimulatedLink
+from engine.transfer.simulated_memory import SimulatedBlockMemory
 from engine.types import BlockCopy, BlockKey, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
 
@@ -66,29 +66,27 @@ class _NewBlock:
 class BlockExchange:
     """Reads blocks of the cache for peers, and stores blocks that peers have sent."""
 
-    def __init__(
-        self, cache: KVCache, memory: BlockMemory, fingerprint: ModelFingerprint, link: SimulatedLink | None = None
-    ) -> None:
-        """Exchange the blocks of `cache`. `memory`: holds their contents, on the device and on the host.
+    def __init__(self, cache: KVCache, memory: BlockMemory, fingerprint: ModelFingerprint) -> None:
+        """Exchange the blocks of `cache`.
 
-        `fingerprint`: of the model that computes the blocks. `link`: network of a simulated engine, else None.
+        `memory`: holds their contents, on the device and on the host. `fingerprint`: of the model that computes them.
         """
         self.fingerprint = fingerprint
-        self.link = link
+        self.stats = TransferStats()
         self.on_job: Callable[[], None] = lambda: None
         """Called on the thread that has submitted a job, to wake the thread of the steps."""
         self._jobs: deque[_Job] = deque()
-        self.stats = TransferStats()
         self.block_tokens = cache.block_size
         self._cache = cache
         self._memory = memory
         self._kinds = range(len(cache.spec.block_bytes_by_kind()))
         self.content_bytes_by_kind = [memory.get_block_bytes(kind) for kind in self._kinds]
         """Bytes of a block's content: none in a simulation."""
-        self.block_bytes_by_kind = (
-            self.content_bytes_by_kind if link is None else [link.block_bytes for _ in self._kinds]
-        )
+        self.block_bytes_by_kind = self.content_bytes_by_kind
         """Bytes of a block for bounds, statistics and simulated times."""
+        self.simulated_memory = memory if isinstance(memory, SimulatedBlockMemory) else None
+        if self.simulated_memory is not None:
+            self.block_bytes_by_kind = [self.simulated_memory.block_bytes for _ in self._kinds]
 
     def count_bytes(self, blocks: Iterable[PullItem | WantedBlock]) -> int:
         return sum(self.block_bytes_by_kind[block.kind] for block in blocks)
@@ -242,11 +240,10 @@ class BlockExchange:
         self._cache.tree.extend_match(pull.keys, pull.nodes)
         if is_first_time:
             pool = self._cache.pool
-            blocks = [node.blocks[FULL_KIND] for node in pull.nodes if node.has_computed(FULL_KIND)]
-            cached_blocks = [block for block in blocks if block is not None]
-            for block in cached_blocks:
+            blocks = [block for node in pull.nodes if (block := node.blocks[FULL_KIND]) and not block.is_pending]
+            for block in blocks:
                 pool.acquire(block)
-            for block in reversed(cached_blocks):
+            for block in reversed(blocks):
                 pool.release(block)
 
     def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:

@@ -20,6 +20,7 @@ from engine.transfer.messages import (
     QUESTION_DECODER,
     Answer,
     BlocksLocated,
+    Bytes,
     FetchBlocks,
     LocateBlocks,
     Refused,
@@ -41,8 +42,6 @@ IDLE_S_MAX = 60.0
 SEND_S_MAX = 5.0
 ACCEPT_PAUSE_S = 0.1
 """Pause after a connection that could not be accepted, such as for want of file descriptors."""
-NO_CONTENTS = memoryview(b"")
-"""Contents that go with an answer without blocks."""
 
 
 class BlockServer:
@@ -128,20 +127,20 @@ class BlockServer:
                 await previous_task
             await asyncio.wait_for(connection.send(answer, contents), SEND_S_MAX)
 
-    async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, memoryview]:
+    async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, Bytes]:
         """Return an answer, and the contents of the blocks that go with it."""
         exchange = self._exchange
         refusal = self._find_refusal(question)
         if refusal is not None:
-            return refusal, NO_CONTENTS
+            return refusal, b""
         if isinstance(question, LocateBlocks):
-            return BlocksLocated(exchange.locate(question.hashes)), NO_CONTENTS
+            return BlocksLocated(exchange.locate(question.hashes)), b""
         wanted_blocks = question.wanted_blocks
         reading = exchange.submit(partial(exchange.read, wanted_blocks), exchange.count_bytes(wanted_blocks))
         try:
             return await asyncio.wrap_future(reading)
         except Exception:  # noqa: BLE001 - the step loop has logged it
-            return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
+            return Refused("failed", "the source failed to read its blocks"), b""
 
     def _find_refusal(self, question: LocateBlocks | FetchBlocks) -> Refused | None:
         """Check a peer's question. Return a refusal if the peer has another model or asks for too much, else None."""

@@ -43,16 +43,11 @@ class ModelFingerprint:
         if config_path.is_file():
             digest.update(config_path.read_bytes())
         for weights_path in sorted(self._folder.glob("*.safetensors")):
+            file_bytes = weights_path.stat().st_size
             digest.update(weights_path.name.encode())
-            _add_samples(digest, weights_path)
+            digest.update(file_bytes.to_bytes(8, "little"))
+            with weights_path.open("rb") as file:
+                for sample in range(SAMPLES_PER_FILE + 1):  # evenly spaced, the last bytes included
+                    file.seek(max(0, file_bytes - SAMPLE_BYTES) * sample // SAMPLES_PER_FILE)
+                    digest.update(file.read(SAMPLE_BYTES))
         return digest.digest()
-
-
-def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
-    """Add a file's size and evenly spaced parts of the file, its last bytes included."""
-    file_bytes = path.stat().st_size
-    digest.update(file_bytes.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        for sample in range(SAMPLES_PER_FILE + 1):
-            file.seek(max(0, file_bytes - SAMPLE_BYTES) * sample // SAMPLES_PER_FILE)
-            digest.update(file.read(SAMPLE_BYTES))

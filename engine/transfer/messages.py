@@ -1,35 +1,18 @@
-"""Messages between two engines that move blocks, and their frames. Pure: no sockets here.
-
-A frame is two lengths (4 bytes each, big-endian), a msgpack message, a payload, and an HMAC-SHA256 of all that under a
-key of the connection and the direction. The HMAC also covers the number of the frame, so none can be repeated, left out
-or moved. The payload is the content of blocks, one after the other, of any kind: attention, windows, states.
-"""
+"""Messages between two engines that move blocks. The contents of blocks travel beside a message, as its payload."""
 
 from __future__ import annotations
 
-import hmac
-import struct
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from engine.types import BlockKey
 
-MESSAGE_BYTES_MAX = 16 << 20
-"""Bytes of a message without its payload: the hashes of a prompt of a million blocks fit."""
-MAC_BYTES = 32
-NONCE_BYTES = 32
 BATCH_BYTES_MAX = 8 << 20
 """Contents of blocks in one message; a larger block goes alone."""
 BATCH_BLOCKS_MAX = 4096
 HASHES_MAX = 1 << 18
 """Blocks of one prompt that a source looks up."""
-GREETING = b"blockcast-kv-02\n"
-"""First bytes of a connection, from the server. Another version of the protocol has another number."""
-
-_LENGTHS = struct.Struct(">II")
-LENGTHS_BYTES = _LENGTHS.size
-_FRAME_NUMBER = struct.Struct(">Q")
 
 
 class TransferError(Exception):
@@ -130,55 +113,3 @@ def decode_message(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Me
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError("malformed", f"a message that cannot be read: {error}") from error
-
-
-def encode_lengths(message: Bytes, payload: Bytes) -> bytes:
-    """Return the first bytes of a frame: the sizes of its message and of its payload."""
-    return _LENGTHS.pack(len(message), len(payload))
-
-
-def decode_lengths(data: Bytes, payload_bytes_max: int) -> tuple[int, int]:
-    """Return the bytes of a frame's message and of its payload. Raises TransferError if the reader has no room."""
-    message_bytes, payload_bytes = _LENGTHS.unpack(data)
-    if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > payload_bytes_max:
-        raise TransferError("malformed", f"a frame of {message_bytes} and {payload_bytes} bytes")
-    return message_bytes, payload_bytes
-
-
-class FrameSigner:
-    """Signs or checks the frames that go one way over a connection, by HMACs that cover the frames' numbers.
-
-    So no frame can be forged, repeated, left out or moved.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._frame_count = 0
-
-    def sign(self, message: Bytes, payload: Bytes) -> bytes:
-        """Return the HMAC of the next frame."""
-        mac = hmac.new(self._key, _FRAME_NUMBER.pack(self._frame_count), "sha256")
-        self._frame_count += 1
-        for part in (encode_lengths(message, payload), message, payload):
-            mac.update(part)
-        return mac.digest()
-
-    def check(self, mac: Bytes, message: Bytes, payload: Bytes) -> None:
-        """Check the HMAC of the next frame. Raises TransferError if it is wrong."""
-        if not hmac.compare_digest(mac, self.sign(message, payload)):
-            raise TransferError("malformed", "a frame whose HMAC is wrong")
-
-
-class ConnectionKeys(NamedTuple):
-    """Proofs and keys that both ends of a connection derive from the fleet's key and their nonces."""
-
-    client_proof: bytes
-    server_proof: bytes
-    client_frame_key: bytes
-    server_frame_key: bytes
-
-    @staticmethod
-    def derive(fleet_key: bytes, server_nonce: Bytes, client_nonce: Bytes) -> ConnectionKeys:
-        nonces = bytes(server_nonce) + bytes(client_nonce)
-        labels = (b"client proof", b"server proof", b"client frames", b"server frames")
-        return ConnectionKeys(*(hmac.digest(fleet_key, label + b"\0" + nonces, "sha256") for label in labels))

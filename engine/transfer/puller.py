@@ -49,8 +49,6 @@ RETRY_AFTER_FAILURES = 3.0
 """Pause of a source that fails again, as a multiple of the failure's time: it takes a slot a quarter of the time."""
 FAILED_SOURCES_MAX = 1024
 
-Address = tuple[str, int]
-"""Host and port of a source."""
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
@@ -66,10 +64,10 @@ class Puller:
         self._fleet_key = fleet_key
         self._timeout_s = timeout_s
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
-        self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
-        """Lock by source and hash of a prompt's first block. A lock is dropped when no pull refers to it."""
-        self._pause_end_s_by_source: BoundedDict[Address, float] = BoundedDict(FAILED_SOURCES_MAX)
-        """Time until which a source is not asked, because its last pull has failed."""
+        self._locks: WeakValueDictionary[tuple[tuple[str, int], int], asyncio.Lock] = WeakValueDictionary()
+        """Lock by a source's address and the hash of a prompt's first block, dropped when no pull refers to it."""
+        self._pause_end_s_by_source: BoundedDict[tuple[str, int], float] = BoundedDict(FAILED_SOURCES_MAX)
+        """Time until which the source at an address is not asked, because its last pull has failed."""
 
     async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
@@ -199,8 +197,8 @@ class Puller:
         for item, block in zip(arrived_batch, sent.blocks):
             if block != pull.describe_block(item):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
-        if exchange.link is not None:
-            await exchange.link.carry(exchange.count_bytes(arrived_batch))
+        if exchange.simulated_memory is not None:
+            await exchange.simulated_memory.carry(exchange.count_bytes(arrived_batch))
         return memoryview(contents), len(arrived_batch)
 
 

@@ -56,7 +56,7 @@ class KVTransfers(Transfers):
         self.stats = exchange.stats
         self._host, self.port = listener.getsockname()[:2]
         self._exchange = exchange
-        self._computes_on_cpu = computes_on_cpu
+        self._device_gb_s = CPU_GB_S if computes_on_cpu else GB_S
 
         # Pulls that have not ended.
         self._pull_by_id: dict[tuple[KVSource, int], Pull] = {}
@@ -73,13 +73,12 @@ class KVTransfers(Transfers):
 
     def describe(self) -> KVTransferOffer:
         """Return the address, model and speed by which a router may name this engine as a source of blocks."""
-        exchange, link = self._exchange, self._exchange.link
-        device_gb_s = CPU_GB_S if self._computes_on_cpu else GB_S
+        exchange, simulated_memory = self._exchange, self._exchange.simulated_memory
         return KVTransferOffer(
             endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
             group=exchange.fingerprint.digest.hex(),
             bytes_per_token=max(1, exchange.block_bytes_by_kind[FULL_KIND] // exchange.block_tokens),
-            gb_s=device_gb_s if link is None else link.bytes_per_s / 1e9,
+            gb_s=self._device_gb_s if simulated_memory is None else simulated_memory.bytes_per_s / 1e9,
         )
 
     # ------------------------------------------------------------------ copies between steps

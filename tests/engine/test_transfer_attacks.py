@@ -18,8 +18,8 @@ from transfer_peers import FLEET_KEY, Engine, Relay, prompt
 from engine.core import EngineCore
 from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
+from engine.transfer.connection import GREETING
 from engine.transfer.messages import (
-    GREETING,
     BlocksSent,
     FetchBlocks,
     LocateBlocks,

@@ -14,23 +14,19 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
 from engine.cache.attention_windows import AttentionWindows
+from engine.transfer.connection import MESSAGE_BYTES_MAX, ConnectionKeys, FrameSigner, decode_lengths, encode_lengths
 from engine.transfer.messages import (
     ANSWER_DECODER,
-    MESSAGE_BYTES_MAX,
     QUESTION_DECODER,
     BlocksLocated,
     BlocksSent,
-    ConnectionKeys,
     FetchBlocks,
-    FrameSigner,
     LocateBlocks,
     Refused,
     SentBlock,
     TransferError,
     WantedBlock,
-    decode_lengths,
     decode_message,
-    encode_lengths,
 )
 from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
 from engine.types import BlockKey, KVSource
