@@ -111,7 +111,11 @@ def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
     engine_config, host = config.engine, config.server.host
     if config.server.sleep_mode and engine_config.tensor_parallel_size > 1:
         raise click.UsageError("--enable-sleep-mode: not with --tensor-parallel-size; leave one of them out")
-    _check_transfer_key(engine_config)
+    if engine_config.kv_transfer.port is not None:
+        try:
+            engine_config.kv_transfer.read_key()
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
     if not engine_config.kv_transfer.host:
         transfer_config = replace(engine_config.kv_transfer, host=host)
         engine_config = replace(engine_config, kv_transfer=transfer_config)
@@ -119,16 +123,6 @@ def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
     if not has_event_settings:
         engine_config = replace(engine_config, kv_events=make_default_kv_events(host))
     return replace(config, engine=engine_config)
-
-
-def _check_transfer_key(config: EngineConfig) -> None:
-    """Raise UsageError if transfers are on and the fleet's key cannot be read."""
-    if config.kv_transfer.port is None:
-        return
-    try:
-        config.kv_transfer.read_key()
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
 
 
 cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
