@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-from options.system import read_resident_bytes, start_child
+from options.child_process import start_child
+from options.system import read_resident_bytes
 from prompts.errors import RequestError
 
 WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -47,7 +47,7 @@ from engine.parallel.messages import (
     StartRunner,
     WriteBlocks,
 )
-from options.system import exit_when_closed
+from options.child_process import exit_when_closed
 
 log = logging.getLogger("engine.follower")
 

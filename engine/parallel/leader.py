@@ -45,7 +45,7 @@ from engine.parallel.messages import (
     WriteBlocks,
 )
 from engine.types import BlockCopy, BlockPlace, RunnerLostError, StepPlan, StepResult
-from options.system import start_child
+from options.child_process import start_child
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0

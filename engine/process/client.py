@@ -33,7 +33,7 @@ from engine.core_messages import (
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.types import Request, SequenceOutput, count_logprobs
 from events.publisher import PublisherStats
-from options.system import start_child
+from options.child_process import start_child
 from prompts import RequestError
 
 TOKENS_PER_PAUSE = 1024

@@ -39,8 +39,8 @@ from engine.core_messages import (
     encode_frame,
 )
 from engine.types import Request, RunnerLostError, SequenceOutput
+from options.child_process import exit_when_closed
 from options.logs import configure_logging
-from options.system import exit_when_closed
 
 STATS_PERIOD_S = 0.1
 SEND_FATAL_TIMEOUT_S = 5.0

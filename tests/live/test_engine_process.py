@@ -21,7 +21,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core_messages import encode_frame
 from engine.tiny.tokenizer import write_tokenizer
-from options.system import start_child
+from options.child_process import start_child
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from options.child_process import start_child
 from options.entry import run_program
-from options.system import start_child
 
 
 @pytest.mark.parametrize(
