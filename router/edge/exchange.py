@@ -398,16 +398,24 @@ class Exchange:
 
     def _forward_content(self, head: ResponseHead, content: bytes, now: float) -> None:
         """Send the next content of an answer to the client, and record the answer's progress."""
-        progress, continuation, is_last = self.context.progress, self.context.continuation, head.body.is_complete
-        is_first_output = not progress.has_started and self._record_start(head, content, now)
-        if continuation is not None:
-            content = continuation.record_and_convert(content, is_last=is_last)
+        context, progress, is_last = self.context, self.context.progress, head.body.is_complete
+        if progress.first_byte_at_s is None and content:
+            progress.first_byte_at_s = now
+        is_first_output = (
+            not progress.has_started and bool(content) and progress.is_output(content, context.request.path)
+        )
+        if is_first_output:
+            progress.has_started = True
+            if context.is_streaming and head.status == 200:
+                self._proxy.record_first_token(context, now)
+        if context.continuation is not None:
+            content = context.continuation.record_and_convert(content, is_last=is_last)
         if self._redactor is not None:
             content = self._redactor.feed(content, ends=is_last)
         self._write(content)
         progress.record(content, now)
         if is_first_output and head.status == 200:
-            self._proxy.notify_first_byte(self.context)
+            self._proxy.notify_first_byte(context)
 
     def _write(self, content: bytes) -> None:
         """Send content to the client, after the head of the answer if that is not sent yet."""
@@ -415,20 +423,6 @@ class Exchange:
         self._unsent_head = b""
         if data:
             self.client.write(data)
-
-    def _record_start(self, head: ResponseHead, content: bytes, now: float) -> bool:
-        """Record the first byte of an answer, and its first output. Return whether `content` has the first output."""
-        context, progress = self.context, self.context.progress
-        if not content:
-            return False
-        if progress.first_byte_at_s is None:
-            progress.first_byte_at_s = now
-        if not progress.is_output(content, context.request.path):
-            return False
-        progress.has_started = True
-        if context.is_streaming and head.status == 200:
-            self._proxy.record_first_token(context, now)
-        return True
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the exchange, as the client has the whole content. `reusable`: the connection to the worker."""
@@ -487,7 +481,12 @@ class Exchange:
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            self._end_late_request(timeouts.total_s)
+            message = f"no complete answer within {timeouts.total_s:g} s"
+            if self._response_head is not None:
+                self._abort_response(message, None)  # no failure: the worker still sends
+            else:
+                self._proxy.withdraw(self.context, None)
+                self.refuse(RequestError(message, code="timeout", status=504), "refused_timeout")
         elif progress.sent_at_s is None:
             return  # the chosen worker does not have the request yet
         elif self._response_head is None:
@@ -496,23 +495,10 @@ class Exchange:
                 reason = f"no answer within {timeouts.first_byte_s:g} s"
                 self._handle_failed_attempt(FailureKind.TIMEOUT, reason, silent_s=silent_s)
         elif now - progress.last_byte_at_s > timeouts.idle_s:
-            self._end_silent_answer(timeouts.idle_s)
-
-    def _end_late_request(self, total_s: float) -> None:
-        """End a request without a complete answer after `total_s`: with an error, or by cutting its answer off."""
-        message = f"no complete answer within {total_s:g} s"
-        if self._response_head is not None:
-            self._abort_response(message, None)  # no failure: the worker still sends
-        else:
-            self._proxy.withdraw(self.context, None)
-            self.refuse(RequestError(message, code="timeout", status=504), "refused_timeout")
-
-    def _end_silent_answer(self, idle_s: float) -> None:
-        """Handle a pause of `idle_s` within an answer: the client's, if it reads nothing, or else the worker's."""
-        if self._is_client_paused:
-            self._abort_response(f"its client read nothing for {idle_s:g} s", None)
-        else:
-            self._handle_broken_response(f"no byte for {idle_s:g} s", FailureKind.STALLED)
+            if self._is_client_paused:
+                self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
+            else:
+                self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""
@@ -590,20 +576,15 @@ class Exchange:
         instructions = proxy.drop_refusal(context, instructions)
         if not instructions:
             return False
-        self._leave_worker(continuation_route, reason, kind)
-        proxy.perform(instructions)
-        return True
-
-    def _leave_worker(self, continuation_route: RouteRequest, reason: str, kind: FailureKind) -> None:
-        """Close the attempt in the middle of its answer, and prepare the request for the rest of the answer."""
-        context, continuation = self.context, self.context.continuation
         self.close()
-        self._proxy.record_failed_attempt(context.decision, kind, reason)
-        self._proxy.record_broken_stream(context, "continued", reason)
-        if continuation is not None and continuation.recorder is not None:
-            continuation.start_continuation()
+        proxy.record_failed_attempt(context.decision, kind, reason)
+        proxy.record_broken_stream(context, "continued", reason)
+        if context.continuation is not None and context.continuation.recorder is not None:
+            context.continuation.start_continuation()
         context.route, self._response_head = continuation_route, None
         context.progress.restart()
+        proxy.perform(instructions)
+        return True
 
     def _write_end_events(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream if the client has its last token; return False if tokens are missing."""
