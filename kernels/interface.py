@@ -106,10 +106,6 @@ class RaggedBatch:
         positions = np.arange(query_starts[-1]) + position_offsets
         return RaggedBatch(query_starts, end_positions, positions=positions, decode_count=decode_count)
 
-    @property
-    def token_count(self) -> int:
-        return int(self.query_starts[-1])
-
     def compute_sequence_indices(self) -> IntArray:
         """Return [tokens]: index of the sequence of each query."""
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))

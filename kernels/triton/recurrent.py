@@ -1,6 +1,6 @@
 """The recurrent operations of the Triton backend, and how their kernels are launched over a batch.
 
-Decoding sequences take one launch together, prompts one to three. See `kernels.reference.recurrent` for the shapes.
+A batch begins with the decoding sequences, of one token each, which take one launch together. Prompts take two.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,18 +25,14 @@ from kernels.triton.plan import (
     round_up_to_power_of_two,
 )
 
-SCAN_WARPS = 4
-"""Warps of the scans over a prompt's chunks: on an H100, 8 warps take twice as long for Mamba-2."""
-
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
     """Apply a causal depthwise convolution: each output channel is a weighted sum of its last `width` inputs.
 
-    The batch has decoding sequences, of one token each, which take one launch together, and then prompts. x and the
-    result: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of each
-    sequence before this step's tokens, updated in place. A sequence's index in `tails` is in `plan.units`.
+    x and the result: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of
+    each sequence before this step's tokens, updated in place. A sequence's index in `tails` is in `plan.units`.
     """
     num_tokens, channels = x.shape
     width = weight.shape[1]
@@ -71,9 +67,8 @@ def gated_delta(
 ) -> Tensor:
     """Apply the gated delta rule (linear attention) to a batch: update the sequences' states, and return the outputs.
 
-    The batch begins with the decoding sequences, of one token each, which one launch advances. Prompts are cut into
-    chunks of `STATE_CHUNK` tokens and take two launches. The first does the work that needs no state, for all chunks at
-    once. The second passes each state from chunk to chunk. `kernels.reference.recurrent` defines the rule.
+    Of prompts, a first launch does the work that needs no state, for all chunks of `STATE_CHUNK` tokens at once. A
+    second one passes each state from chunk to chunk. `kernels.reference.recurrent` defines the rule.
 
     q, k: [tokens, key_heads, key_dim]. v and the result: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads].
     states: [units, heads, key_dim, value_dim], updated in place; a sequence's index in it is in `plan.units`.
@@ -116,8 +111,7 @@ def gated_delta(
         triton_delta.scan_delta_chunks[(plan.prompt_count, num_heads, value_block_count)](
             q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out,
             *qk_strides, states.stride(0), num_heads, scale, plan.decode_count,
-            BLOCK_K=padded_key_dim, BLOCK_V=block_v, num_warps=SCAN_WARPS,
-            num_stages=choose_scan_stages(padded_key_dim, v.device), **constants,
+            BLOCK_K=padded_key_dim, BLOCK_V=block_v, **choose_scan_options(padded_key_dim, v.device), **constants,
         )  # fmt: skip
     return out
 
@@ -127,10 +121,9 @@ def state_space(
 ) -> Tensor:
     """Apply Mamba-2's recurrence to a batch: update the sequences' states, and return the outputs.
 
-    The batch begins with the decoding sequences, of one token each, which one launch advances. Prompts are computed in
-    chunks of `STATE_CHUNK` tokens by two launches. x and the result: [tokens, heads, head_dim]. dt: [tokens, heads].
-    rate, skip: [heads]. b, c: [tokens, groups, state_dim]. states: [units, heads, head_dim, state_dim], updated in
-    place; a sequence's index in it is in `plan.units`.
+    x and the result: [tokens, heads, head_dim]. dt: [tokens, heads]. rate, skip: [heads]. b, c: [tokens, groups,
+    state_dim]. states: [units, heads, head_dim, state_dim], updated in place; a sequence's index in it is in
+    `plan.units`.
     """
     num_tokens, num_heads, head_dim = x.shape
     num_groups, state_dim = b.shape[1:]
@@ -161,12 +154,14 @@ def state_space(
         )  # fmt: skip
         triton_ssm.scan_ssm_chunks[(plan.prompt_count, num_heads, dim_block_count)](
             *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,
-            num_warps=SCAN_WARPS, num_stages=choose_scan_stages(padded_state_dim, x.device),
-            **chunk_constants, **constants,
+            **choose_scan_options(padded_state_dim, x.device), **chunk_constants, **constants,
         )  # fmt: skip
     return out
 
 
-def choose_scan_stages(state_width: int, device: torch.device) -> int:
-    """Return how many chunks a scan has in shared memory: two, so that one is loaded meanwhile, if they fit."""
-    return 2 if state_width <= 128 and has_large_shared_memory(device) else 1
+def choose_scan_options(state_width: int, device: torch.device) -> dict[str, int]:
+    """Return the options of a scan over a prompt's chunks. On an H100, 8 warps take twice as long for Mamba-2.
+
+    Two chunks are in shared memory, so that one is loaded meanwhile, if they fit.
+    """
+    return {"num_warps": 4, "num_stages": 2 if state_width <= 128 and has_large_shared_memory(device) else 1}

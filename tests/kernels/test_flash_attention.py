@@ -144,7 +144,7 @@ def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, versio
     lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
     kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
     batch, exact_kv = RaggedBatch.from_positions(starts, lens), replace(kv, buffer=kv.buffer.double())
-    count = batch.token_count
+    count = len(batch.positions)
     for window in (None, 11, None):
         plan = ops.plan_attention(batch, make_block_table(table, kv), kv, window)
         exact_plan = exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, window)

@@ -90,7 +90,7 @@ def test_attention(ops, dtype, rng, window, block_size, per_unit):
     def run(firsts: list[int], ends: list[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         batch = RaggedBatch.from_positions(firsts, ends)
         # q, k and v are views into one wider tensor, as after a fused projection
-        qkv = torch.randn(batch.token_count, heads + 2 * kv_heads, dim).to(dtype)
+        qkv = torch.randn(len(batch.positions), heads + 2 * kv_heads, dim).to(dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         output = ops.attention(
             q, k, v, kv, layer, ops.plan_attention(batch, make_block_table(rows, kv), kv, window), dim**-0.5
@@ -162,7 +162,7 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     batch = RaggedBatch.from_positions([starts[i] for i in order], [lens[i] for i in order])
     exact = ReferenceKernels(CPU)
     exact_kv = twin(kv)
-    q, k, v = (torch.randn(batch.token_count, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(len(batch.positions), n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
     for window in (None, 600):
         output = ops.attention(
             q, k, v, kv, 1, ops.plan_attention(batch, make_block_table(table, kv), kv, window), dim**-0.5
@@ -274,7 +274,7 @@ def untouched(before: torch.Tensor, after: torch.Tensor, units: np.ndarray) -> b
 @pytest.mark.parametrize("silu", [True, False])
 def test_causal_conv(ops, dtype, rng, width, silu):
     batch, units, _ = state_batch(rng)
-    x, weight = torch.randn(batch.token_count, 24).to(dtype), torch.randn(24, width).to(dtype)
+    x, weight = torch.randn(len(batch.positions), 24).to(dtype), torch.randn(24, width).to(dtype)
     bias = torch.randn(24).to(dtype) if rng.random() < 0.5 else None
     tails = strided_states((width - 1, 24), dtype)
     before = tails.clone()
@@ -294,7 +294,7 @@ def test_causal_conv(ops, dtype, rng, width, silu):
 @pytest.mark.parametrize("fast_decay", [False, True])
 def test_gated_delta(ops, dtype, rng, fast_decay):
     batch, units, _ = state_batch(rng)
-    tokens, key_heads, value_heads = batch.token_count, 2, rng.choice((2, 4))
+    tokens, key_heads, value_heads = len(batch.positions), 2, rng.choice((2, 4))
     mixed = torch.randn(tokens, 4 * 16 + value_heads * 8).to(dtype)  # q, k and v lie in one tensor
     q, k = mixed[:, :32].view(tokens, key_heads, 16), mixed[:, 32:64].view(tokens, key_heads, 16)
     v = mixed[:, 64:].view(tokens, value_heads, 8)
@@ -325,7 +325,7 @@ def test_gated_delta(ops, dtype, rng, fast_decay):
 @pytest.mark.parametrize("fast_decay", [False, True])
 def test_state_space(ops, dtype, rng, fast_decay):
     batch, units, _ = state_batch(rng)
-    tokens, heads, groups = batch.token_count, 4, rng.choice((1, 2, 4))
+    tokens, heads, groups = len(batch.positions), 4, rng.choice((1, 2, 4))
     x, b, c = torch.randn(tokens, heads, 8), torch.randn(tokens, groups, 16), torch.randn(tokens, groups, 16)
     x, b, c = x.to(dtype), b.to(dtype), c.to(dtype)
     dt, rate = torch.rand(tokens, heads) + 0.01, -torch.rand(heads) * (30.0 if fast_decay else 0.5) - 0.01

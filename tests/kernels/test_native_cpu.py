@@ -65,7 +65,7 @@ def twin(kv):
 def compare(ops, kv, table, starts, ends, heads, layer, window, scale):
     """Relative error of one step; also that it stored what it was given and wrote nothing else."""
     batch, exact, exact_kv = RaggedBatch.from_positions(starts, ends), ReferenceKernels(CPU), twin(kv)
-    qkv = torch.randn(batch.token_count, heads + 2 * kv.num_kv_heads, kv.head_dim).to(kv.buffer.dtype)
+    qkv = torch.randn(len(batch.positions), heads + 2 * kv.num_kv_heads, kv.head_dim).to(kv.buffer.dtype)
     q, k, v = qkv.split([heads, kv.num_kv_heads, kv.num_kv_heads], 1)
     plan = ops.plan_attention(batch, make_block_table(table, kv), kv, window)
     assert isinstance(plan, _native.AttentionPlan)
