@@ -203,7 +203,7 @@ class RequestPlacer:
         if active_request.wants_explanation:
             all_terms = [candidate.terms for candidate in choice.candidates]
             decision.candidates = sorted(all_terms, key=lambda terms: terms.cost)
-            decision.not_eligible = self._registry.find_ineligibility_reasons(request)
+            decision.not_eligible = self._registry.find_ineligibility_reasons(request, now)
         return decision
 
     # The queue ---------------------------------------------------------------------------------------------------

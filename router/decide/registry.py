@@ -252,9 +252,13 @@ class WorkerRegistry:
         load_order.update(now, utilisation_decay)
         return load_order
 
-    def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
+    def find_ineligibility_reasons(self, request: RouteRequest, now: float) -> dict[str, str]:
         """Return worker -> reason why it is no candidate, for explanations."""
         reasons = {name: self._find_ineligibility_reason(worker, request) for name, worker in self.workers.items()}
+        eligible_workers = {name for name, reason in reasons.items() if reason is None}
+        avoided_workers = eligible_workers & self.avoided_workers
+        if avoided_workers != eligible_workers:  # otherwise they are the candidates
+            reasons |= {name: _describe_avoidance(self.workers[name], now) for name in avoided_workers}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def _find_ineligibility_reason(self, worker: Worker, request: RouteRequest) -> str | None:
@@ -409,6 +413,11 @@ def _find_unavailable_reason(worker: Worker, model: str, role: str | None) -> st
     if role is not None and role not in worker.spec.roles:
         return f"has no role {role}"
     return find_unusable_reason(worker)
+
+
+def _describe_avoidance(worker: Worker, now: float) -> str:
+    """Return the reason why a worker that is up is no candidate while others are: its refusals, or a standstill."""
+    return worker.describe_state(now) if now < worker.avoided_until_s else "avoided: none of its streams moves"
 
 
 def _computes_prefills_only(worker: Worker) -> bool:

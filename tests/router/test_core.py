@@ -279,10 +279,28 @@ def test_a_worker_that_is_avoided_for_its_refusals_is_shown_with_the_reason() ->
     core.record_first_token("r", 0.0)
     reason = "avoided for another 1 s: refuses (429, 5xx) what others serve"
     assert [(row["state"], row["state_reason"]) for row in core.snapshot(0.1).workers] == [("up", reason), ("up", "")]
+    explanation = core.explain(request("s", prompt), 0.1)
+    assert isinstance(explanation, Decision)
+    assert explanation.not_eligible == {"a": reason}
+    assert [terms.worker for terms in explanation.candidates] == ["b"]
     assert core.snapshot(0.8).workers[0]["state_reason"] == reason, "0.2 s are not shown as 0 s"
     assert [row["state_reason"] for row in core.snapshot(1.0).workers] == ["", ""]
     core.set_draining("a", 0.1)
     assert core.snapshot(0.1).workers[0]["state_reason"] == "drained by an operator"
+
+
+def test_an_explanation_names_workers_that_stand_still_unless_all_do() -> None:
+    core, _ = make_core("ab")
+    core.stall_detector.stalled_workers = {"a": 0.0}
+    core.registry.update_avoided_workers(core.stall_detector.stalled_workers, 20.0)
+    explanation = core.explain(request("r", [1, 2]), 20.0)
+    assert isinstance(explanation, Decision)
+    assert explanation.not_eligible == {"a": "avoided: none of its streams moves"}
+    core.registry.update_avoided_workers(["a", "b"], 20.0)
+    explanation = core.explain(request("r", [1, 2]), 20.0)
+    assert isinstance(explanation, Decision)
+    assert explanation.not_eligible == {}
+    assert len(explanation.candidates) == 2
 
 
 def test_a_refusal_counts_at_the_next_first_token_alone() -> None:
