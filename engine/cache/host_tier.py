@@ -61,12 +61,11 @@ class HostTier:
     ) -> None:
         """Make an empty host memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
 
-        `tree`: prefix tree of device and host memory. From now on it calls `demote` for blocks that the device evicts.
-        `order`: decides which host block is evicted next. `block_copies`: list to which copies between the memories
-        are appended. The next forward step does these copies first.
+        `tree`: prefix tree of device and host memory. `order`: decides which host block is evicted next.
+        `block_copies`: list to which copies between the memories are appended. The next forward step does these copies
+        first.
         """
-        tree.host_tier = self
-        self._pool = UnitPool(unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, order, self.evict)
+        self.pool = UnitPool(unit_count, spec, order, self.evict)
         self._block_bytes_by_kind = spec.block_bytes_by_kind()
         self._order = order
         self._tree = tree
@@ -76,10 +75,10 @@ class HostTier:
 
     def measure_usage(self) -> HostUsage:
         """Return the present use of the memory, and the bytes copied since the start. All is 0 without host memory."""
-        if not self._pool.units:
+        if not self.pool.units:
             return HostUsage()
         return HostUsage(
-            used_share=1 - self._pool.free_units / len(self._pool.units),
+            used_share=1 - self.pool.free_units / len(self.pool.units),
             stored_bytes=self._stored_bytes,
             loaded_bytes=self._loaded_bytes,
         )
@@ -105,17 +104,18 @@ class HostTier:
 
         The caller may reuse the device block at once: a step does copies in the order of planning, before it computes.
         """
-        if not self._pool.units:
+        if not self.pool.units:
             return False
         kind = block.kind
-        host_block = self._pool.allocate(kind)
+        host_block = self.pool.allocate(kind)
         if host_block is None:
             return False
-        self._tree.attach_host(node, host_block)
+        node.host_blocks[kind] = host_block
+        host_block.node = node
         if isinstance(block, StateBlock) and isinstance(host_block, StateBlock):
             host_block.is_superseded = block.is_superseded
             host_block.value = block.value
-        self._pool.release(host_block)
+        self.pool.release(host_block)
         self._block_copies.append(BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST))
         self._stored_bytes += self._block_bytes_by_kind[kind]
         return True
@@ -124,7 +124,7 @@ class HostTier:
         """Return the node's host block, and hold the block, so that it is not evicted before `unpin`."""
         host_block = node.host_blocks[kind]
         assert host_block is not None
-        self._pool.acquire(host_block)
+        self.pool.acquire(host_block)
         return host_block
 
     def plan_load_copy(self, load: HostLoad) -> None:
@@ -132,13 +132,6 @@ class HostTier:
         target, host_block = load
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
         self._loaded_bytes += self._block_bytes_by_kind[host_block.kind]
-
-    def commit_load(self, load: HostLoad) -> None:
-        """Announce the block of a load that is done, unless it is the state of a sequence, or the cache was reset."""
-        block, host_block = load
-        if block.node is not None:
-            self._tree.commit(block)
-        self.unpin(host_block)
 
     def unpin(self, host_block: Block) -> None:
         """Remove one reference to a host block. Drop the block if the tree has a computed copy on the device.
@@ -148,8 +141,8 @@ class HostTier:
         """
         node = host_block.node
         if node is not None and node.has_computed(host_block.kind) and host_block.ref_count == 1:
-            self._tree.detach_host(host_block)
-        self._pool.release(host_block)
+            self._unlink(host_block)
+        self.pool.release(host_block)
 
     def discard_duplicate(self, block: Block) -> None:
         """Drop the host copy of a block that the device has just computed, unless a step reads the copy."""
@@ -180,23 +173,25 @@ class HostTier:
     def _drop(self, host_block: Block) -> None:
         node, kind = host_block.node, host_block.kind
         assert node is not None
-        self._tree.detach_host(host_block)
-        self.free_unpinned([host_block])
+        self._unlink(host_block)
+        self.pool.discard(host_block)
         self._tree.remove_if_empty(node)
         self._order.mark_evicted(node, kind)
 
-    def free_unpinned(self, host_blocks: Sequence[Block]) -> None:
-        """Free blocks that have left the tree, but for those that steps read until they are unpinned."""
-        for host_block in host_blocks:
-            if not host_block.ref_count:
-                self._pool.drop(host_block)
+    def _unlink(self, host_block: Block) -> None:
+        """Take a host block out of its node, and announce its removal. The node may be left without blocks."""
+        node, kind = host_block.node, host_block.kind
+        assert node is not None
+        self._tree.event_log.record_host_removed(kind, node)
+        node.host_blocks[kind] = None
+        host_block.node = None
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
         """Assert that host memory's pool of blocks and the prefix tree agree.
 
         `pinned_blocks`: host blocks that a planned copy to the device reads, once for each copy.
         """
-        self._pool.check_invariants()
+        self.pool.check_invariants()
         tree_blocks: set[Block] = set()
         for node in self._tree.nodes():
             for kind, host_block in enumerate(node.host_blocks):
@@ -205,7 +200,7 @@ class HostTier:
                     assert host_block.node is node
                     assert host_block.kind == kind
                     assert host_block.ref_count or not node.has_computed(kind), "block on host and device"
-        for unit in self._pool.units:
+        for unit in self.pool.units:
             for host_block in unit.blocks:
                 assert host_block.ref_count == pinned_blocks.count(host_block), f"{host_block!r} of the host"
                 assert (host_block in tree_blocks) == (host_block.node is not None)

@@ -20,10 +20,10 @@ from collections.abc import Sequence as Items
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import compute_keys, count_common_blocks
 from engine.cache.blocks import Block, Node
+from engine.cache.device_tier import DeviceTier
 from engine.cache.host_tier import HostHit, HostLoad, HostTier
 from engine.cache.learned_eviction import LearnedEviction
 from engine.cache.lru_eviction import LruEviction
-from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
@@ -60,33 +60,24 @@ class KVCache:
         self._caches_prefixes = enable_prefix_caching
         self.windows = AttentionWindows(spec, step_tokens_max)
 
-        # Eviction order, prefix tree and memory. Tree and pool call each other to evict and to free a block.
+        # Eviction order, prefix tree, and the blocks of both memories.
         host_unit_count = host_unit_count if enable_prefix_caching else 0
         can_learn = enable_prefix_caching and not self.windows.sliding_groups
         self._eviction = LruEviction(spec)
         if adaptive_eviction and can_learn:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
-        self.tree = PrefixTree(spec, self._eviction, drop=lambda block: self.pool.drop(block))
-        self.pool = UnitPool(
-            unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
-        )
+        self.tree = PrefixTree(spec, self._eviction)
         self._block_copies: list[BlockCopy] = []
         """Copies that the step being planned makes. `HostTier` and `StateCheckpoints` add theirs."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
+        self.device_tier = DeviceTier(unit_count, spec, self.tree, self._eviction.device_order, self.host_tier)
+        self.pool = self.device_tier.pool
 
         # Running and waiting sequences.
         self.states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
-            self.states = StateCheckpoints(
-                spec.state_kind,
-                spec.block_size,
-                self.pool,
-                self.tree,
-                self.host_tier,
-                self._block_copies,
-                self._allocate,
-            )
-        self._steps = StepLog(spec, self.tree, self.pool, self.states, self.host_tier)
+            self.states = StateCheckpoints(spec, self.device_tier, self.host_tier, self._block_copies, self._allocate)
+        self._steps = StepLog(spec, self.tree, self.device_tier, self.states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
         self._matched_nodes: dict[Sequence, list[Node]] = {}
         """Last result of `_match` for each waiting sequence, because a step may look a long prompt up several times."""
@@ -243,7 +234,7 @@ class KVCache:
                 new_node = self.tree.get_or_create(nodes[index].key, nodes[index - 1] if index else None)
                 assert new_node is not None
                 nodes[index] = new_node
-            self.tree.attach(nodes[index], block)
+            self.device_tier.attach(nodes[index], block)
             seq_blocks.blocks_by_group[group][index] = block
             loads.append(HostLoad(block, host_block))
         return loads
@@ -368,11 +359,11 @@ class KVCache:
 
     def reset(self) -> None:
         """Empty the prefix cache. Running sequences keep their blocks, and register no further ones."""
-        blocks = self.tree.clear()
-        self.host_tier.free_unpinned(blocks.on_host)
-        for block in blocks.on_device:
-            if block.ref_count == 0:
-                self.pool.drop(block)
+        for node in self.tree.clear():
+            for block in filter(None, node.blocks):
+                self.pool.discard(block)
+            for host_block in filter(None, node.host_blocks):
+                self.host_tier.pool.discard(host_block)
         for seq_blocks in self._blocks_by_sequence.values():
             self._steps.detach(seq_blocks)
             seq_blocks.nodes = []

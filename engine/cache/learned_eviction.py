@@ -27,7 +27,7 @@ class LearnedOrder(LruOrder):
 
     def __init__(self, spec: CacheSpec, eviction: LearnedEviction, queue: EvictionQueue, *, is_host: bool) -> None:
         """Start without cached blocks. `eviction`: both orders together. `queue`: the learned queue of this memory."""
-        super().__init__(spec.blocks_per_unit_by_kind(), spec.state_kind)
+        super().__init__(spec)
         self._eviction = eviction
         self._queue = queue
         self._is_host = is_host
@@ -110,7 +110,7 @@ class LearnedEviction(LruEviction):
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
         """Start with nothing learned. `unit_count`: number of units of memory on device and host together."""
-        blocks_per_unit = spec.blocks_per_unit_by_kind()[FULL_KIND]
+        blocks_per_unit = spec.blocks_per_unit(FULL_KIND)
         blocks_per_state = blocks_per_unit if spec.state is not None else None  # a recurrent state fills a unit
         self._block_size = spec.block_size
         self.reuse_stats = ReuseStats(unit_count * blocks_per_unit, spec.block_size)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
 
 _CLOCK_BITS = 40
@@ -32,17 +32,14 @@ class LruOrder:
     recurrent state is worth the blocks of full attention that need not be computed again thanks to it.
     """
 
-    def __init__(self, blocks_per_unit: Sequence[int], state_kind: int) -> None:
-        """Start without cached blocks. `blocks_per_unit[k]`: blocks of kind k in a unit of memory.
-
-        `state_kind`: the kind of states, which comes after the attention groups.
-        """
-        self._unit_value = blocks_per_unit[0]
+    def __init__(self, spec: CacheSpec) -> None:
+        """Start without cached blocks. `spec`: the kinds of blocks, and how many of each a unit of memory holds."""
+        self._unit_value = spec.blocks_per_unit(FULL_KIND)
         """Worth of a KV block: as many full-attention blocks as a unit has, because a state takes a whole unit."""
         self._release_count = 0
         self._inflation_value = 0
         """Value to which the worth of a released block is added for its stamp: the stamp of the last evicted block."""
-        self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in range(state_kind)]
+        self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in spec.groups]
         """Cached blocks of each attention kind, oldest first."""
         self._cached_states: list[StateBlock] = []
         """Cached states by their stamps, the lowest first."""
@@ -116,9 +113,8 @@ class LruEviction:
     """Holds the eviction orders of device and host memory. Both order by age, and ignore which request used a block."""
 
     def __init__(self, spec: CacheSpec) -> None:
-        blocks_per_unit = spec.blocks_per_unit_by_kind()
-        self.device_order = LruOrder(blocks_per_unit, spec.state_kind)
-        self.host_order = LruOrder(blocks_per_unit, spec.state_kind)
+        self.device_order = LruOrder(spec)
+        self.host_order = LruOrder(spec)
 
     def begin_turn(self, seq: EngineSequence, hit_blocks: int) -> None:
         """Record that `seq` was admitted, with `hit_blocks` leading blocks found in the cache."""

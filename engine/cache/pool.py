@@ -14,28 +14,21 @@ from collections.abc import Callable, Sequence
 
 from engine.cache.blocks import Block, StateBlock, Unit
 from engine.cache.lru_eviction import LruOrder
-from engine.cache.spec import ceil_div
+from engine.cache.spec import CacheSpec, ceil_div
 from engine.types import BlockCopy
 
 
 class UnitPool:
     """Allocates and frees the blocks of one model's cache."""
 
-    def __init__(
-        self,
-        unit_count: int,
-        blocks_per_unit: Sequence[int],
-        state_kind: int,
-        order: LruOrder,
-        evict: Callable[[Block], None],
-    ) -> None:
+    def __init__(self, unit_count: int, spec: CacheSpec, order: LruOrder, evict: Callable[[Block], None]) -> None:
         """Make a pool of `unit_count` free units. A unit is memory that can be divided into blocks of any one kind.
 
-        Kinds below `state_kind` are groups of attention layers, and `state_kind` is recurrent state, if the model has
-        any. `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1], a unit holds 4 blocks of kind 0, or 8 of
-        kind 1, or one of kind 2. `order` chooses the cached block to evict, and `evict` takes it out of the cache.
+        `spec`: blocks of each kind in a unit. With [4, 8, 1], a unit holds 4 blocks of kind 0, or 8 of kind 1, or one
+        of kind 2. `order` chooses the cached block to evict, and `evict` takes it out of the cache.
         """
         assert unit_count >= 0
+        state_kind, blocks_per_unit = spec.state_kind, spec.blocks_per_unit_by_kind()
         assert min(blocks_per_unit) >= 1
         kind_count = len(blocks_per_unit)
         self.blocks_per_unit = tuple(blocks_per_unit)
@@ -120,6 +113,13 @@ class UnitPool:
         assert block.node is None
         self._order.mark_freed(block)
         self._make_hole(block)
+
+    def discard(self, block: Block) -> None:
+        """Take a block from its node, which is no longer in the prefix tree, and drop it unless it is held."""
+        block.node = None
+        block.is_pending = False
+        if not block.ref_count:
+            self.drop(block)
 
     def _divide_free_unit(self, kind: int) -> Block:
         """Divide a free unit of memory into blocks of `kind`. Return the first; the others are unused (holes)."""

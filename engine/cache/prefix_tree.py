@@ -12,50 +12,25 @@ computed, after its parent, and its removal before its parent's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import chain
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
 
-from engine.cache.blocks import Block, Node
+from engine.cache.blocks import Node
 from engine.cache.event_log import EventLog
 from engine.cache.lru_eviction import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import BlockKey
 
 
-class LowerTier(Protocol):
-    """Interface of host memory, which takes blocks that the device evicts."""
-
-    def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """Take over a computed block that the device is about to evict, and announce that."""
-
-    def discard_duplicate(self, block: Block) -> None:
-        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
-
-
-class ClearedBlocks(NamedTuple):
-    """Blocks that a tree had before it was emptied."""
-
-    on_device: list[Block]
-    on_host: list[Block]
-
-
 class PrefixTree:
-    """Finds cached prefixes and the blocks that hold them. Announces every change of the cached blocks."""
+    """Finds cached prefixes. `DeviceTier` and `HostTier` keep the blocks at its nodes, and log their changes here."""
 
-    def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
-        """Make an empty tree. `eviction`: orders of eviction, which are told of changes of the tree.
-
-        `drop`: gives a block that left the tree back to the pool.
-        """
+    def __init__(self, spec: CacheSpec, eviction: LruEviction) -> None:
+        """Make an empty tree. `eviction`: orders of eviction, which are told of changes of the tree."""
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
         self._host_order = eviction.host_order
-        self._return_to_pool = drop
         self.event_log = EventLog(spec)
-        self.host_tier: LowerTier
-        """Set by `HostTier` before any block is attached."""
 
     def __len__(self) -> int:
         return len(self._node_by_hash)
@@ -107,95 +82,14 @@ class PrefixTree:
             self._host_order.mark_child_added(parent)
         return node
 
-    def attach(self, node: Node, block: Block) -> None:
-        """Put a block that the step being planned computes into the tree, at the node of its prefix.
-
-        Requests that are admitted from now on share the block. It is pending until `commit` announces it.
-        """
-        kind = block.kind
-        assert node.blocks[kind] is None
-        assert block.node is None
-        node.blocks[kind] = block
-        block.node = node
-        block.is_pending = True
-        if kind == FULL_KIND and node.parent is not None:
-            node.parent.cached_child_count += 1
-
-    def commit(self, block: Block) -> None:
-        """Announce a pending block, which is computed now."""
-        node, kind = block.node, block.kind
-        assert block.is_pending
-        assert node is not None
-        assert kind == FULL_KIND or node.has_computed(FULL_KIND), "announced before its prefix"
-        assert node.parent is None or node.parent.has_computed(FULL_KIND), "announced before its parent"
-        block.is_pending = False
-        self.event_log.record_stored(kind, node)
-        self.host_tier.discard_duplicate(block)
-
-    def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
-        """Evict a cached block from the device, and give its memory back to the pool.
-
-        With a full-attention block, the blocks after it in the tree are evicted, too, leaves first: without the block,
-        no prompt can use them. `keep_on_host`: copy the blocks to host memory, if there is any.
-        """
-        victims = [block]
-        if block.kind == FULL_KIND:
-            assert block.node is not None
-            victims = list_blocks_leaves_first(block.node)
-        for victim in victims:
-            node, kind = victim.node, victim.kind
-            assert node is not None
-            assert not victim.is_pending
-            self.host_tier.demote(victim, keep_on_host=keep_on_host)
-            self._unlink(victim)
-            self._return_to_pool(victim)
-            self._device_order.mark_evicted(node, kind)
-
-    def detach(self, block: Block) -> None:
-        """Take a computed state out of the tree, and leave its memory to the sequence that holds it."""
-        assert block.kind != FULL_KIND
-        assert not block.is_pending
-        self.host_tier.demote(block, keep_on_host=True)
-        self._unlink(block)
-
-    def clear(self) -> ClearedBlocks:
-        """Empty the prefix tree, and return the blocks that it had. The caller frees those that no sequence holds."""
-        nodes = self._node_by_hash.values()
-        blocks = ClearedBlocks(
-            on_device=[block for node in nodes for block in node.blocks if block is not None],
-            on_host=[block for node in nodes for block in node.host_blocks if block is not None],
-        )
-        for block in chain(blocks.on_device, blocks.on_host):
-            block.node = None
-            block.is_pending = False
+    def clear(self) -> list[Node]:
+        """Empty the prefix tree, announce that, and return the nodes that it had. The caller frees their blocks."""
+        nodes = list(self._node_by_hash.values())
         self._node_by_hash.clear()
         self._device_order.clear()
         self._host_order.clear()
         self.event_log.record_cleared()
-        return blocks
-
-    def _unlink(self, block: Block) -> None:
-        """Take a block of the device out of its node, and the node out of the tree if it has no other block."""
-        node = block.node
-        assert node is not None
-        node.blocks[block.kind] = None
-        if block.kind == FULL_KIND and node.parent is not None:
-            node.parent.cached_child_count -= 1
-        block.node = None
-        self.remove_if_empty(node)
-
-    def attach_host(self, node: Node, block: Block) -> None:
-        """Add a host block, to which a step copies the device's block, to a node."""
-        node.host_blocks[block.kind] = block
-        block.node = node
-
-    def detach_host(self, block: Block) -> None:
-        """Take a host block out of the tree, and announce its removal. The node may be left without blocks."""
-        node, kind = block.node, block.kind
-        assert node is not None
-        self.event_log.record_host_removed(kind, node)
-        node.host_blocks[kind] = None
-        block.node = None
+        return nodes
 
     def remove_if_empty(self, node: Node) -> None:
         """Remove a node that has no block in either memory."""
@@ -253,17 +147,3 @@ def list_subtree(root: Node) -> list[Node]:
     for node in subtree:  # grows while it is walked
         subtree.extend(node.children.values())
     return subtree
-
-
-def list_blocks_leaves_first(root: Node) -> list[Block]:
-    """Return the device's blocks of a node and of its descendants, leaves first.
-
-    Of one node, the full-attention block comes last, because the others must not outlive it.
-    """
-    subtree = [root]
-    for node in subtree:  # grows while it is walked
-        subtree.extend(child for child in node.children.values() if child.blocks[FULL_KIND] is not None)
-    blocks: list[Block | None] = []
-    for node in reversed(subtree):
-        blocks += [*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND]]
-    return [block for block in blocks if block is not None]

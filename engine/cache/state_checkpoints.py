@@ -25,10 +25,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from engine.cache.blocks import Block, Node, StateBlock
+from engine.cache.device_tier import DeviceTier
 from engine.cache.host_tier import HostLoad, HostTier
-from engine.cache.pool import UnitPool
-from engine.cache.prefix_tree import PrefixTree
-from engine.cache.spec import ceil_div
+from engine.cache.spec import CacheSpec, ceil_div
 from engine.types import BlockCopy, BlockKey, Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
@@ -68,24 +67,21 @@ class StateCheckpoints:
 
     def __init__(
         self,
-        kind: int,
-        block_size: int,
-        pool: UnitPool,
-        tree: PrefixTree,
+        spec: CacheSpec,
+        device_tier: DeviceTier,
         host_tier: HostTier,
         block_copies: list[BlockCopy],
         allocate: Callable[[int], Block | None],
     ) -> None:
-        """Start without sequences. `kind`: the index of recurrent states among the kinds of blocks in the `pool`.
+        """Start without sequences. `device_tier`: memory of states and checkpoints. `host_tier`: of evicted ones.
 
-        Checkpoints are saved at nodes of the prefix `tree`. `host_tier`: host memory, to which evicted ones move.
         `block_copies`: list to which copies of checkpoints to states are appended. The next step does these copies
         first. `allocate(kind)` returns a free block, perhaps after moving other blocks; None if there is no memory.
         """
-        self._kind = kind
-        self._block_size = block_size
-        self._pool = pool
-        self._tree = tree
+        self._kind = spec.state_kind
+        self._block_size = spec.block_size
+        self._device_tier = device_tier
+        self._pool = device_tier.pool
         self._host_tier = host_tier
         self._block_copies = block_copies
         self._allocate = allocate
@@ -124,7 +120,7 @@ class StateCheckpoints:
         self._pool.acquire(checkpoint)
         checkpoint.is_shared = True
         if checkpoint.ref_count == 1 and not has_room_for_copy:
-            self._tree.detach(checkpoint)
+            self._device_tier.detach(checkpoint)
             self._set_state(seq, _SequenceState(checkpoint))
         else:
             block = self._allocate_state()
@@ -202,7 +198,7 @@ class StateCheckpoints:
         block = self._pool.allocate(self._kind)
         if isinstance(block, StateBlock):
             if node is not None:
-                self._tree.attach(node, block)
+                self._device_tier.attach(node, block)
             state = self._state_by_sequence[seq]
             state.pending_checkpoint_by_end[end] = block
             self._planned_copies.append(BlockCopy(self._kind, state.block.id, block.id))
@@ -214,7 +210,7 @@ class StateCheckpoints:
             return
         block = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end)
         if block is not None:
-            self._tree.attach(node, block)
+            self._device_tier.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Add to the plan of a step which states it sets to zero, and which checkpoints it takes.
@@ -249,13 +245,13 @@ class StateCheckpoints:
         if checkpoint.node is None:  # the cache was reset meanwhile, or the block that ends here is not in the tree
             self._pool.release(checkpoint)
             return
-        self._tree.commit(checkpoint)
+        self._device_tier.commit(checkpoint)
         previous_checkpoint = state.rolling_checkpoint
         state.rolling_checkpoint = None
         if _is_decode(chunk.seq, chunk.start, chunk.end):
             state.rolling_checkpoint = checkpoint
             if previous_checkpoint is not None and previous_checkpoint.is_cached and not previous_checkpoint.is_shared:
-                self._tree.evict(previous_checkpoint, keep_on_host=False)
+                self._device_tier.evict(previous_checkpoint, keep_on_host=False)
         self.release_new_checkpoint(checkpoint)
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:

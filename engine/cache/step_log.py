@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from engine.cache.block_hasher import compute_keys
 from engine.cache.blocks import Block
+from engine.cache.device_tier import DeviceTier
 from engine.cache.host_tier import HostLoad, HostTier
-from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import CacheSpec
@@ -53,19 +53,20 @@ class StepLog:
         self,
         spec: CacheSpec,
         tree: PrefixTree,
-        pool: UnitPool,
+        device_tier: DeviceTier,
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
         """Start with no step planned or in flight.
 
-        Blocks are put into the prefix `tree`. `pool` owns the blocks' memory. `states` saves recurrent states at the
-        ends of blocks. `host_tier` has evicted blocks, which steps load again.
+        Blocks of `device_tier` are put at nodes of the prefix `tree`. `states` saves recurrent states at the ends of
+        blocks. `host_tier` has evicted blocks, which steps load again.
         """
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._tree = tree
-        self._pool = pool
+        self._device_tier = device_tier
+        self._pool = device_tier.pool
         self._states = states
         self._host_tier = host_tier
         self._planning_step = PendingStep()
@@ -178,7 +179,7 @@ class StepLog:
         if own_block is None or own_block is tree_block:
             return
         if tree_block is None:
-            self._tree.attach(node, own_block)
+            self._device_tier.attach(node, own_block)
             step.work.append(own_block)
         else:
             self._pool.acquire(tree_block)
@@ -191,10 +192,11 @@ class StepLog:
         redirected to that block, and the sequence's own block is released.
         """
         for item in step.work:
+            block = item.block if isinstance(item, HostLoad) else item
+            if block.is_pending:  # not the state of a sequence, and no block if the cache was reset meanwhile
+                self._device_tier.commit(block)
             if isinstance(item, HostLoad):
-                self._host_tier.commit_load(item)
-            elif item.is_pending:  # not if the cache was reset meanwhile
-                self._tree.commit(item)
+                self._host_tier.unpin(item.host_block)
         for seq_blocks, group, index, tree_block in step.merges:
             self._pool.release(seq_blocks.replace(group, index, tree_block))
 

@@ -351,8 +351,8 @@ class BlockExchange:
             assert parent_block is not None
             self._cache.pool.acquire(parent_block)
             new_block.parent_block = parent_block
-        tree.attach(node, block)
-        tree.commit(block)
+        self._cache.device_tier.attach(node, block)
+        self._cache.device_tier.commit(block)
         return node
 
     def _release(self, new_block: _NewBlock) -> None:

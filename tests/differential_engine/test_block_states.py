@@ -11,8 +11,8 @@ from typing import Any
 from engine_history import EngineHistory
 
 from engine.cache.blocks import Block
+from engine.cache.device_tier import list_blocks_leaves_first
 from engine.cache.kv_cache import KVCache
-from engine.cache.prefix_tree import list_blocks_leaves_first
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HISTORY_COUNT = 150
@@ -49,13 +49,13 @@ class TransitionRecorder:
         self.next_states: dict[tuple[BlockState, str], set[BlockState]] = defaultdict(set)
 
     def watch(self, cache: KVCache) -> None:
-        pool, tree = cache.pool, cache.tree
-        for owner, name in ((pool, "acquire"), (pool, "release"), (tree, "commit"), (tree, "detach")):
+        pool, tier, tree = cache.pool, cache.device_tier, cache.tree
+        for owner, name in ((pool, "acquire"), (pool, "release"), (tier, "commit"), (tier, "detach")):
             self._replace(owner, name, lambda block: [block])
-        self._replace(tree, "attach", lambda node, block: [block])
-        self._replace(tree, "evict", lambda block: list_blocks_leaves_first(block.node) if block.kind == 0 else [block])
+        self._replace(tier, "attach", lambda node, block: [block])
+        self._replace(tier, "evict", lambda block: list_blocks_leaves_first(block.node) if block.kind == 0 else [block])
         self._replace(cache, "reset", lambda: [b for node in tree.nodes() for b in node.blocks if b is not None])
-        pool._evict_block = tree.evict
+        pool._evict_block = tier.evict
         allocate = pool.allocate
 
         def record_allocate(kind: int) -> Block | None:

@@ -152,7 +152,7 @@ class NaiveCache:
                 assert kind == self.state_kind, f"a block of kind {kind} is nowhere"
                 assert hash_ in replaced_keys, "a state is nowhere"
         self.computed_nodes = now
-        self.had_room = self.cache.host_tier._pool.free_units >= 2 * len(self.cache.pool.units)
+        self.had_room = self.cache.host_tier.pool.free_units >= 2 * len(self.cache.pool.units)
 
     def forget(self) -> None:
         """A reset or a failed step may lose anything."""

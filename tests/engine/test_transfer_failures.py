@@ -17,8 +17,8 @@ POINTS_OF_STORE: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "allocate": lambda engine: (engine.cache.pool, "allocate"),
     "copy": lambda engine: (engine.exchange._memory, "execute"),
     "write": lambda engine: (engine.exchange._memory, "write_blocks"),
-    "attach": lambda engine: (engine.cache.tree, "attach"),
-    "commit": lambda engine: (engine.cache.tree, "commit"),
+    "attach": lambda engine: (engine.cache.device_tier, "attach"),
+    "commit": lambda engine: (engine.cache.device_tier, "commit"),
     "announce": lambda engine: (engine.cache.tree.event_log, "record_stored"),
     "promote": lambda engine: (engine.cache.host_tier, "discard_duplicate"),
 }

@@ -15,12 +15,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import Node
+from engine.cache.device_tier import DeviceTier
 from engine.cache.event_log import Action, EventLog
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.learned_eviction import LearnedEviction
 from engine.cache.pool import UnitPool
-from engine.cache.prefix_tree import ClearedBlocks, PrefixTree
+from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints
@@ -51,13 +52,13 @@ Patch = pytest.MonkeyPatch
 
 
 def eviction_without_cascade(patch: Patch) -> None:
-    def evict(self: PrefixTree, block: Any) -> None:
-        self.event_log.record_removed(block.kind, block.node)
+    def evict(self: DeviceTier, block: Any) -> None:
+        self._tree.event_log.record_removed(block.kind, block.node)
         block.node.children = {}
         self._unlink(block)
-        self._return_to_pool(block)
+        self.pool.drop(block)
 
-    patch.setattr(PrefixTree, "evict", evict)
+    patch.setattr(DeviceTier, "evict", evict)
 
 
 def eviction_unannounced(patch: Patch) -> None:
@@ -79,14 +80,14 @@ def eviction_of_parents_first(patch: Patch) -> None:
 
 
 def announced_when_reserved(patch: Patch) -> None:
-    real = PrefixTree.attach
+    real = DeviceTier.attach
 
-    def attach(self: PrefixTree, node: Node, block: Any) -> None:
+    def attach(self: DeviceTier, node: Node, block: Any) -> None:
         real(self, node, block)
-        self.event_log.record_stored(block.kind, node)
+        self._tree.event_log.record_stored(block.kind, node)
 
-    patch.setattr(PrefixTree, "attach", attach)
-    patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "is_pending", False))
+    patch.setattr(DeviceTier, "attach", attach)
+    patch.setattr(DeviceTier, "commit", lambda self, block: setattr(block, "is_pending", False))
 
 
 def merge_without_redirect(patch: Patch) -> None:
@@ -200,7 +201,7 @@ def checkpoint_unpinned_while_its_copy_is_allocated(patch: Patch) -> None:
 
 
 def failed_step_trusted(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "clear", lambda self: ClearedBlocks([], []))
+    patch.setattr(PrefixTree, "clear", lambda self: [])
 
 
 def window_table_filler_released(patch: Patch) -> None:
@@ -369,8 +370,8 @@ def state_resumed_on_nothing(patch: Patch) -> None:
 def state_gone_once_it_is_read(patch: Patch) -> None:
     def unpin(self: HostTier, host_block: Any) -> None:
         if host_block.ref_count == 1 and host_block.node is not None:
-            self._tree.detach_host(host_block)
-        self._pool.release(host_block)
+            self._unlink(host_block)
+        self.pool.release(host_block)
 
     patch.setattr(HostTier, "unpin", unpin)
 
@@ -468,7 +469,7 @@ def what_hangs_from_what_is_lost() -> None:
     assert (first.has_computed(0), second.has_computed(0), second.has_host_block(0)) == (True, False, True)
     block = first.blocks[0]
     assert block is not None
-    cache.tree.evict(block, keep_on_host=False)
+    cache.device_tier.evict(block, keep_on_host=False)
     checker(cache.take_events() or [])
     cache.check_invariants()
     assert second not in cache.tree
