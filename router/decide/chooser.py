@@ -202,7 +202,7 @@ class Chooser:
         whole prompt first.
         """
         facts = choice.request_facts
-        planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now)
+        planner = TransferPlanner(self._links, facts)
         plans = planner.plan_pulls(choice.candidates, best_sources)
         if facts.can_move_prefill:
             least_busy = find_least_busy(sources, facts.now)
@@ -239,7 +239,7 @@ class Chooser:
         sources = [source for source in sources if source.worker_id not in excluded_sources] or sources
         sources = [s for s in sources if not self._links.is_paused(s.name, decoder.name, facts.now)] or sources
         priced_sources = self._price_prefills(choice, find_least_busy(sources, facts.now))
-        planner = TransferPlanner(self._links, facts.prompt_tokens, facts.now, uses_paused_pairs=True)
+        planner = TransferPlanner(self._links, facts, uses_paused_pairs=True)
         plans = planner.plan_prefills([choice.winner], priced_sources)
         if plans:
             choice.winner = plans[0]

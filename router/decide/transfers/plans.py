@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from router.decide.messages import Transfer, TransferKind
-from router.decide.price import Candidate, TransferPlan
+from router.decide.price import Candidate, RequestFacts, TransferPlan
 from router.decide.target import Target
 from router.decide.transfers.links import TransferLinks
 from router.decide.workers import may_transfer
@@ -61,11 +61,9 @@ def compute_pull_share(shared_tokens: int, source: Candidate, links: TransferLin
 class TransferPlanner:
     """Makes the plans of one request: candidates with a transfer, from priced candidates without one."""
 
-    def __init__(
-        self, links: TransferLinks, prompt_tokens: int, now: float, *, uses_paused_pairs: bool = False
-    ) -> None:
-        """Plan a request at `now`. `uses_paused_pairs`: also between targets where a transfer failed lately."""
-        self._links, self._prompt_tokens, self._now = links, prompt_tokens, now
+    def __init__(self, links: TransferLinks, facts: RequestFacts, *, uses_paused_pairs: bool = False) -> None:
+        """Plan a request with these facts. `uses_paused_pairs`: also for pairs of targets that are avoided now."""
+        self._links, self._prompt_tokens, self._now = links, facts.prompt_tokens, facts.now
         self._uses_paused_pairs = uses_paused_pairs
 
     def plan_pulls(self, candidates: Sequence[Candidate], sources: Sequence[Candidate]) -> list[Candidate]:
@@ -85,38 +83,29 @@ class TransferPlanner:
         self, kind: TransferKind, candidates: Sequence[Candidate], sources: Sequence[Candidate]
     ) -> list[Candidate]:
         """Return plans for the best `candidates`, each with the first SOURCES_MAX sources that may send it KV."""
+        destinations = [candidate for candidate in candidates if candidate.target.transfer_facts.can_take]
         plans: list[Candidate] = []
-        for destination in self._find_destinations(candidates):
+        for destination in heapq.nsmallest(SHORTLIST_MAX, destinations, key=_compute_cost_without_prefill):
             possible_plans = (self._plan_transfer(kind, destination, source) for source in sources)
             plans += islice(filter(None, possible_plans), SOURCES_MAX)
         return plans
 
-    def _find_destinations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates with the lowest prices besides the prefill."""
-
-        def compute_other_cost(candidate: Candidate) -> float:
-            terms = candidate.terms
-            return terms.cost - terms.congestion_s - terms.slowdown * terms.prefill_s
-
-        takers = (candidate for candidate in candidates if candidate.target.transfer_facts.can_take)
-        return heapq.nsmallest(SHORTLIST_MAX, takers, key=compute_other_cost)
-
     def _plan_transfer(self, kind: TransferKind, destination: Candidate, source: Candidate) -> Candidate | None:
         """Return the plan in which KV moves from a source; None if the two do not fit, or are avoided as a pair."""
-        giver, taker = source.target, destination.target
+        sender, receiver = source.target, destination.target
         if kind is TransferKind.PULL:
             sent_tokens, tier_load_s = source.cached_tokens, destination.tier_load_s
             if sent_tokens <= destination.cached_tokens:
                 return None
         else:
             sent_tokens, tier_load_s = self._prompt_tokens, 0.0
-        if giver is taker or not may_transfer(giver.transfer_facts, taker.transfer_facts, kind):
+        if sender is receiver or not may_transfer(sender.transfer_facts, receiver.transfer_facts, kind):
             return None
-        if not self._uses_paused_pairs and self._links.is_paused(giver.name, taker.name, self._now):
+        if not self._uses_paused_pairs and self._links.is_paused(sender.name, receiver.name, self._now):
             return None
         moved_tokens = sent_tokens - destination.resident_tokens
-        transfer_s = self._links.estimate(giver, taker, moved_tokens, self._now).total_s
-        transfer = Transfer(kind, giver.worker_id, giver.rank, moved_tokens, transfer_s)
+        transfer_s = self._links.estimate(sender, receiver, moved_tokens, self._now).total_s
+        transfer = Transfer(kind, sender.worker_id, sender.rank, moved_tokens, transfer_s)
         arriving_tokens = min(sent_tokens, self._prompt_tokens - 1)  # the last token is always computed
         return msgspec.structs.replace(
             destination,
@@ -124,3 +113,8 @@ class TransferPlanner:
             tier_load_s=tier_load_s,
             plan=TransferPlan(transfer, source, arriving_tokens),
         )
+
+
+def _compute_cost_without_prefill(candidate: Candidate) -> float:
+    terms = candidate.terms
+    return terms.cost - terms.congestion_s - terms.slowdown * terms.prefill_s
