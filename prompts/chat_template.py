@@ -44,11 +44,12 @@ class TemplateLimitError(RequestError):
 class _CompiledTemplate:
     """A chat template compiled by Jinja. Raises ChatTemplateError if it is too long or does not compile."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, environment: TemplateEnvironment | None = None) -> None:
+        """Compile a template, by default for the environment of transformers."""
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {TEMPLATE_CHARS_MAX}")
         try:
-            tree, self._template = make_environment().compile_with_time_checks(source)
+            tree, self._template = (environment or make_environment()).compile_with_time_checks(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
@@ -81,13 +82,9 @@ def _needs_system_first(source: str) -> bool:
     As in vLLM, templates get only Jinja's own functions here. One that calls others fails, and counts as refusing.
     """
     sample_messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-    environment = TemplateEnvironment([jinja2.ext.loopcontrols])
     try:
-        _, template = environment.compile_with_time_checks(source)
-        context = template.new_context({"messages": sample_messages, "add_generation_prompt": False})
-        context.set_time_limit(TRIAL_S_MAX)  # type: ignore[attr-defined]
-        for _ in template.root_render_func(context):
-            pass
+        template = _CompiledTemplate(source, TemplateEnvironment([jinja2.ext.loopcontrols]))
+        template.render({"messages": sample_messages, "add_generation_prompt": False}, TRIAL_S_MAX)
     except Exception:  # noqa: BLE001  a template is a program, which may raise anything
         return True
     return False

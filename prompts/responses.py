@@ -114,7 +114,11 @@ def _check_tool(param: str, tool: Item) -> None:
     if tool_type == "function" and parameters is not None and not isinstance(parameters, dict):
         raise bad_value(f"{param}.parameters", parameters, "an object")
     if _has_grammar(tool):
-        _check_grammar(f"{param}.format", tool["format"])
+        grammar = tool["format"]
+        if grammar.get("syntax") not in ("lark", "regex"):
+            raise bad_value(f"{param}.format.syntax", grammar.get("syntax"), '"lark" or "regex"')
+        if not isinstance(grammar.get("definition"), str):
+            raise bad_value(f"{param}.format.definition", grammar.get("definition"), "a string")
     if tool_type == "namespace":
         inner_tools = tool.get("tools")
         if not isinstance(inner_tools, list) or not all(isinstance(inner_tool, dict) for inner_tool in inner_tools):
@@ -127,13 +131,6 @@ def _has_grammar(tool: Item) -> bool:
     """Return whether a tool takes free text that must match a grammar."""
     tool_format = tool.get("format")
     return tool["type"] == "custom" and isinstance(tool_format, dict) and tool_format.get("type") == "grammar"
-
-
-def _check_grammar(param: str, grammar: Item) -> None:
-    if grammar.get("syntax") not in ("lark", "regex"):
-        raise bad_value(f"{param}.syntax", grammar.get("syntax"), '"lark" or "regex"')
-    if not isinstance(grammar.get("definition"), str):
-        raise bad_value(f"{param}.definition", grammar.get("definition"), "a string")
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

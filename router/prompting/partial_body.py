@@ -57,18 +57,22 @@ class MessagesArray(msgspec.Struct, frozen=True, eq=False):
 
 
 class PartialBody(msgspec.Struct, frozen=True, eq=False):
-    """A request body of which only the messages after a boundary were parsed, and its other fields."""
+    """A request body of which only the new messages were parsed: those after a boundary.
+
+    For example, a cached body has the messages A and B, and this one A, B, C and D. The ids of A and B are cached,
+    so only C and D are parsed, and the other fields of the body.
+    """
 
     request: RoutingRequest
-    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
+    """The body without A and B. The routing fields are its own; one short message may stand for A and B."""
     inputs: TemplateInputs
     """The template's inputs besides `messages`, such as tools and options."""
     new_messages: list[Message]
-    """Messages of the chat after the boundary."""
+    """C and D, as messages of a chat."""
     messages_array: MessagesArray
-    """The body's array of messages, whose first item stands for all messages before the boundary."""
+    """An array of three items, one for A and B. C and D are at the offsets in the body that `start` gives them."""
     other_fields: OtherFields | None
-    """For the next turn; None if the body is not in OpenAI's format."""
+    """Fields that the next turn need not parse if it has the same; None if the body is not in OpenAI's format."""
 
     def find_new_message_ends(self) -> list[int]:
         """Return the offsets in the body at which its new messages end."""
