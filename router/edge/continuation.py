@@ -276,12 +276,11 @@ class StreamContinuation:
         answered_tokens = self._sent_token_count
         resent_names = _RESENT_FIELDS | _CHAT_OUTPUT_FIELDS if self._continues_as_chat else _RESENT_FIELDS
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in resent_names}
-        body["return_token_ids"] = True
         if self._continues_as_chat:
             last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-            chat_fields = {"messages": last_message, "prompt_token_ids": ids.tolist()}
-            return body | chat_fields | {"answered_tokens": answered_tokens}
-        body["prompt"] = ids.tolist()
+            body |= {"messages": last_message, "prompt_token_ids": ids.tolist()}
+            return body | {"answered_tokens": answered_tokens, "return_token_ids": True}
+        body |= {"prompt": ids.tolist(), "return_token_ids": True}
         if self.engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
         remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens)
