@@ -7,14 +7,14 @@ waits for the prefill's answer, is in router/edge/transfers/dialects.py.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import msgspec
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
-from router.edge.request_context import PrefillTimes
+from router.edge.request_context import PrefillTimes, RequestContext
 from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.transfers.dialects import Fields, Handover
 from router.edge.upstream import UpstreamConnection, is_local_error
@@ -22,9 +22,6 @@ from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
 from router.prompting.body_fields import Body, FieldSpans, add_fields, apply_edits, locate_fields
-
-if TYPE_CHECKING:
-    from router.edge.exchange import Exchange
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 """Longest answer of a prefill that is read; it has the ids of the prompt's blocks."""
@@ -45,6 +42,21 @@ _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
 """Start of a list of texts, or of lists of token ids."""
 
 
+class PrefillOwner(Protocol):
+    """The exchange of a request, which waits for the prefill."""
+
+    context: RequestContext
+
+    def on_prefill_computed(self) -> None:
+        """Have the other worker decode."""
+
+    def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Have the other worker compute the prompt. `may_be_crash`: the request may have crashed the first one."""
+
+    def crash(self, error: Exception) -> None:
+        """End the request, because code that handles it raised `error`."""
+
+
 class PrefillLeg:
     """One request to a worker (the source) that computes a prompt, so that another worker can fetch its KV and decode.
 
@@ -52,7 +64,7 @@ class PrefillLeg:
     worker may go down after the prefill, before its KV was fetched.
     """
 
-    def __init__(self, exchange: Exchange, proxy: Proxy, decision: Decision, handover: Handover) -> None:
+    def __init__(self, exchange: PrefillOwner, proxy: Proxy, decision: Decision, handover: Handover) -> None:
         """Prepare the prefill, which `start` begins: a worker computes the prompt, so that another worker decodes.
 
         `decision` names both workers, and `handover` describes the transfer of the KV cache between them.
