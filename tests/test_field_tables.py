@@ -12,7 +12,7 @@ from router.decide.messages import RouteRequest, Terms
 
 HOW_TO = Path(__file__).resolve().parents[1] / "docs" / "how-to"
 COMPATIBILITY = HOW_TO.parent / "reference" / "compatibility.md"
-OWN_FIELDS = {"similar_prompt"}
+OWN_FIELDS = {"similar_prompt", "queue_rank"}
 """Fields of a request that the router alone reads. The page names them below its table."""
 
 

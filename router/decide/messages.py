@@ -47,6 +47,8 @@ class RouteRequest(msgspec.Struct, eq=False):
     """Whether the router will see the first token; otherwise the time of the first token is estimated."""
     priority: int = 0
     """Priority in the queue; lower is served earlier, as in vLLM."""
+    queue_rank: int = 0
+    """Order among queued requests of equal priority, before that of arrival; lower is served earlier."""
     worker: str | None = None
     """Worker that the client asks for, or None."""
     session: str | None = None

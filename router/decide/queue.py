@@ -1,8 +1,8 @@
 """Queue of requests that wait in the router: bounded, ordered, each request with a deadline.
 
 Waiting requests and background requests have a lane each; the background lane comes last. A lane has a queue for each
-tenant, or a single one without `fair`. A tenant's requests are ordered by priority and then by arrival, and
-router/tenancy/fair_queueing.py chooses between the tenants.
+tenant, or a single one without `fair`. A tenant's requests are ordered by priority, then by the rank that an endpoint
+picker gives them, then by arrival. router/tenancy/fair_queueing.py chooses between the tenants.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from router.tenancy.fair_queueing import StartTimeFairQueueing
 LOOKAHEAD_MAX: Final = 1024
 """Most queued requests that are examined to find those ahead of a new one."""
 
-SortKey = tuple[int, float, int]
-"""Priority, time of arrival, and number of requests that were queued before."""
+SortKey = tuple[int, int, float, int]
+"""Priority, rank among equal priorities, time of arrival, and number of requests that were queued before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -254,4 +254,5 @@ class RequestQueue:
         return active_request.request.tenant if self._config.fair else ""
 
     def _make_sort_key(self, active_request: ActiveRequest) -> SortKey:
-        return active_request.request.priority, active_request.arrived_s, self._arrival_count
+        request = active_request.request
+        return request.priority, request.queue_rank, active_request.arrived_s, self._arrival_count

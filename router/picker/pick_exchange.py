@@ -22,8 +22,6 @@ from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Header
 from router.picker.picker_client import PickerClient
 
 NAME_BYTES_MAX = 256
-PRIORITY_STEP = 1_000
-"""Factor of priorities, which leaves room to order the requests in flight of one fairness id within each."""
 FAIRNESS_IDS_MAX = 10_000
 
 
@@ -60,9 +58,8 @@ class PickExchange(Exchange):
         stream, request = self.client.stream, self.context.request
         objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
         fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER))
-        earlier_requests = min(self._count_in_flight(fairness_id), PRIORITY_STEP - 1)
-        priority = self.picker.priorities.get(objective, route.priority)
-        route.priority = priority * PRIORITY_STEP + earlier_requests  # a larger number is a later turn
+        route.priority = self.picker.priorities.get(objective, route.priority)
+        route.queue_rank = self._count_in_flight(fairness_id)
         if stream.allowed_endpoints is not None:
             route.allowed_workers = self.picker.endpoints.find_worker_ids(stream.allowed_endpoints)
         if route.is_streaming and not stream.sees_response_body:

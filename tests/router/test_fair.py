@@ -235,6 +235,15 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
     assert sum(latency < 3.0 for latency in fleet.latency["one"]) == pytest.approx(10, abs=2)
 
 
+def test_a_picker_s_rank_counts_after_priority_and_before_arrival() -> None:
+    queue = RequestQueue(FAIR)
+    for number, (name, priority, rank) in enumerate([("third", 0, 2), ("second", 0, 0), ("first", -1, 5)]):
+        active_request = make_active_request(name, "t", number)
+        active_request.request = active_request.request.replace(priority=priority, queue_rank=rank)
+        queue.add(active_request, target="w", prefill_s=1.0, charge_s=1.0)
+    assert queue.get_next_request_ids(3) == ["first", "second", "third"]
+
+
 def test_the_background_waits_until_nothing_else_does() -> None:
     config = CoreConfig(queue=QueueConfig(background_priority=100, background_running=1, background_wait_s_max=50.0))
     core, _ = make_core("a", config)

@@ -285,7 +285,7 @@ def test_no_worker_is_503_and_health_says_so(edge: Any) -> None:
     edge.run(scenario())
 
 
-def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
+def test_objectives_become_priorities_and_fairness_orders_within_them(edge: Any) -> None:
     async def scenario() -> None:
         async with picker(edge, config=PickerConfig(objectives=("batch=7", "chat=-2"))) as envoy:
             streams, asked = [], []
@@ -295,8 +295,9 @@ def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
                 {"x_gateway_inference_fairness_id": "a"}, {"x_gateway_inference_fairness_id": "b"},
             ):  # fmt: skip
                 streams.append((await envoy.ask(**headers))[0])
-                asked.append([*edge.proxy.exchanges.values()][-1].context.route.priority)
-            assert asked == [7000, -1999, 2, 0, 1, 0]
+                route = [*edge.proxy.exchanges.values()][-1].context.route
+                asked.append((route.priority, route.queue_rank))
+            assert asked == [(7, 0), (-2, 1), (0, 2), (0, 0), (0, 1), (0, 0)]
             for stream in streams:
                 stream.cancel()
             await edge.until(lambda: not envoy.picker_state.in_flight_counts)
