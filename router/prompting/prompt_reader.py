@@ -128,8 +128,7 @@ class PromptReader:
 
     async def _tokenize_at_worker(self, request: RoutingRequest, target: PromptTarget) -> TokenizedPrompt:
         """Tokenise the prompt of a small body by asking an engine, unless the body has token ids."""
-        model = target.base_model
-        prompt = self._run_tokenizer(partial(tokenize_prompt, request, None, target.tokens_max, remote_model=model))
+        prompt = self.tokenize(request, None, target.tokens_max, remote_model=target.base_model)
         await self._ask_worker(prompt, request, target)
         return prompt
 
@@ -253,26 +252,23 @@ class PromptReader:
 
     def tokenize(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
-        renderer: BoundaryRenderer | None = None,
+        renderer: BoundaryRenderer | None = None, remote_model: str | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
         """Tokenise the prompt of a request for routing, and measure the time of that. Thread-safe.
 
         Raises nothing for a prompt that cannot be tokenised: the token ids are None, so that the request is routed
-        without them, and the worker reports the error to the client. `tokens_max`: most tokens that the model takes.
+        without them, and the worker reports the error to the client. The parameters are those of `tokenize_prompt`.
         """
         # The template may have blocked for another chat while this request waited for its thread. Then this request
         # is routed without ids, and later ones are read in worker processes.
         if _may_take_long(request, tokenizer):
             return TokenizedPrompt()
         makes_outline = self._makes_outlines and renderer is not None
-        tokenize = partial(
-            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline
-        )
-        return self._run_tokenizer(tokenize)
-
-    def _run_tokenizer(self, tokenize: Callable[[], TokenizedPrompt]) -> TokenizedPrompt:
-        """Return the prompt from `tokenize`, or one without token ids if it raises, with the time that it took."""
-        prompt, read_s = self._run_timed(tokenize)
+        work = partial(
+            tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer, makes_outline=makes_outline,
+            remote_model=remote_model,
+        )  # fmt: skip
+        prompt, read_s = self._run_timed(work)
         prompt = prompt or TokenizedPrompt()
         prompt.seconds = read_s
         return prompt
