@@ -131,20 +131,23 @@ def decode_attention(
     start = first_key + split * keys_per_split
     end = tl.minimum(start + keys_per_split, context_len)
 
+    heads = tl.num_programs(1) * GROUP
     group_head = tl.arange(0, BLOCK_M)
-    head = kv_head * GROUP + group_head
-    head_row = seq * tl.num_programs(1) * GROUP + head
-    peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
     if SPLIT:  # noqa: SIM102 - known when it is compiled
         if start >= end:  # a short context has fewer parts: `combine_splits` ignores parts without weight
-            tl.store(part_log2_sum_ptr + head_row * splits + split, peak, group_head < GROUP)
+            part_index = (seq * heads + kv_head * GROUP + group_head) * splits + split
+            tl.store(
+                part_log2_sum_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP
+            )
             return
     dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + group_head
     query_mask = (group_head < GROUP)[:, None] & (dim < DIM)[None, :]
     q = tl.load(q_ptr + seq * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=query_mask, other=0.0)
     query_positions = tl.zeros((BLOCK_M,), tl.int32) + context_len - 1
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
     acc, weight_sum, peak = attend_keys(
         acc, weight_sum, peak, q, cache_ptr, table_ptr + seq, table_block, start, end, query_positions, kv_head * DIM,
         layer_row, scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
@@ -152,11 +155,13 @@ def decode_attention(
     weight_sum = tl.where(weight_sum > 0.0, weight_sum, 1.0)
     acc = acc / weight_sum[:, None]
     if SPLIT:
-        part_index = head_row * splits + split
+        part_index = (seq * heads + head) * splits + split
         tl.store(part_ptr + part_index[:, None] * DIM + dim[None, :], acc, query_mask)
         tl.store(part_log2_sum_ptr + part_index, peak + tl.log2(weight_sum), group_head < GROUP)
     else:
-        tl.store(out_ptr + head_row[:, None] * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), query_mask)
+        tl.store(
+            out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), query_mask
+        )
 
 
 @launch_cheaply

@@ -49,8 +49,8 @@ def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) ->
         at += width
         for layer in range(2):
             for view in kv.view_layer(layer):
-                for p in range(n):
-                    view[table[i, p // 16], 0, p % 16] = torch.randn(kv_heads, dim).to(dtype)
+                rows = kv.compute_block_rows(table[i, :width])[:, None] + np.arange(16)
+                view[rows.reshape(-1)[:n]] = torch.randn(n, kv_heads, dim).to(dtype)
     return kv, table
 
 
