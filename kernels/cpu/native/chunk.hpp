@@ -74,8 +74,7 @@ ALWAYS_INLINE void transpose(Floats* rows) {
 template <class T>
 ALWAYS_INLINE Floats load_packed(const T* at, i64 left) {
     if constexpr (kPairs<T>) {
-        const auto* pairs = reinterpret_cast<const float*>(at);
-        return left < kLanes ? load_some(pairs, static_cast<int>(left)) : load(pairs);
+        return load_some(reinterpret_cast<const float*>(at), left);
     } else {
         return load(at);
     }

@@ -180,23 +180,6 @@ void attend(const Attention& a, const Query& query, const Query* next, i64 head,
     for (i64 i = 0; i < count * a.dim; i += kLanes) store(out + i, load(sums + i) / state.total[i / a.dim]);
 }
 
-// Calls each(offset, lanes) for a row in steps of a vector, the last one perhaps shorter.
-template <class Each>
-ALWAYS_INLINE void in_steps(i64 size, Each each) {
-    i64 i = 0;
-    for (; i + kLanes <= size; i += kLanes) each(i, kLanes);
-    if (i < size) each(i, static_cast<int>(size - i));
-}
-
-template <class T>
-ALWAYS_INLINE Floats get(const T* at, int lanes) { return lanes == kLanes ? load(at) : load_some(at, lanes); }
-
-template <class T>
-ALWAYS_INLINE void put(T* at, Floats value, int lanes) {
-    if (lanes == kLanes) store(at, value);
-    else store_some(at, value, lanes);
-}
-
 template <class T>
 void norm(const Norm& n) {
     for (i64 token = 0; token < n.tokens; ++token) {
@@ -207,21 +190,23 @@ void norm(const Norm& n) {
             T* out = static_cast<T*>(n.out) + at;
             if (n.residual != nullptr) {
                 T* total = static_cast<T*>(n.residual) + at;
-                in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
-                    put(total + i, get(x + i, lanes) + get(total + i, lanes), lanes);
-                });
+                for (i64 i = 0; i < n.dim; i += kLanes) {
+                    const i64 left = n.dim - i;
+                    store_some(total + i, load_some(x + i, left) + load_some(total + i, left), left);
+                }
                 x = total;  // rounded to its type, as the next layer will see it
             }
             Floats squares = {};
-            in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
-                const Floats some = get(x + i, lanes);
+            for (i64 i = 0; i < n.dim; i += kLanes) {
+                const Floats some = load_some(x + i, n.dim - i);
                 squares += some * some;
-            });
+            }
             const float scale = 1 / __builtin_sqrtf(sum(squares) / static_cast<float>(n.dim) + n.eps);
             const float centre = n.zero_centred ? 1.0f : 0.0f;
-            in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
-                put(out + i, get(x + i, lanes) * scale * (get(weight + i, lanes) + centre), lanes);
-            });
+            for (i64 i = 0; i < n.dim; i += kLanes) {
+                const i64 left = n.dim - i;
+                store_some(out + i, load_some(x + i, left) * scale * (load_some(weight + i, left) + centre), left);
+            }
         }
     }
 }
@@ -235,11 +220,14 @@ void rotate(const Rotation& r) {
         for (i64 head = 0; head < r.heads; ++head) {
             const T* x = static_cast<const T*>(r.x) + token * r.x_stride + head * r.dim;
             T* out = static_cast<T*>(r.out) + (token * r.heads + head) * r.dim;
-            in_steps(half, [&](i64 i, int lanes) __attribute__((always_inline)) {
-                const Floats low = get(x + i, lanes), high = get(x + half + i, lanes);
-                put(out + i, low * get(cos + i, lanes) + high * get(sin + i, lanes), lanes);
-                put(out + half + i, high * get(cos + half + i, lanes) + low * get(sin + half + i, lanes), lanes);
-            });
+            for (i64 i = 0; i < half; i += kLanes) {
+                const i64 left = half - i;
+                const Floats low = load_some(x + i, left), high = load_some(x + half + i, left);
+                const Floats low_cos = load_some(cos + i, left), low_sin = load_some(sin + i, left);
+                const Floats high_cos = load_some(cos + half + i, left), high_sin = load_some(sin + half + i, left);
+                store_some(out + i, low * low_cos + high * low_sin, left);
+                store_some(out + half + i, high * high_cos + low * high_sin, left);
+            }
             for (i64 i = r.width; i < r.dim; ++i) out[i] = x[i];
         }
     }
@@ -250,10 +238,11 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
     for (i64 token = 0; token < tokens; ++token) {
         const T* gate = static_cast<const T*>(x) + token * 2 * size;
         T* result = static_cast<T*>(out) + token * size;
-        in_steps(size, [&](i64 i, int lanes) __attribute__((always_inline)) {
-            const Floats value = get(gate + i, lanes);
-            put(result + i, value / (1.0f + exp2(value * -kLog2E)) * get(gate + size + i, lanes), lanes);
-        });
+        for (i64 i = 0; i < size; i += kLanes) {
+            const i64 left = size - i;
+            const Floats value = load_some(gate + i, left), factor = load_some(gate + size + i, left);
+            store_some(result + i, value / (1.0f + exp2(value * -kLog2E)) * factor, left);
+        }
     }
 }
 

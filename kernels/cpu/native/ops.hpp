@@ -54,12 +54,10 @@ struct Product {
 };
 
 constexpr i64 kPanel = 64;  // outputs that are packed together
-constexpr i64 kWideRows = 192;  // rows of x, and
-constexpr i64 kWideStretch = 64;  // inputs of a panel, that are widened at a time where bf16 is not multiplied as it is
+constexpr i64 kWideRows = 192;  // rows of x that are widened at a time where bf16 is not multiplied as it is
 
 inline i64 product_scratch_floats(i64 rows, i64 inputs) {
-    const i64 wide = rows < kWideRows ? rows : kWideRows;
-    return (rows + kWideRows + kWideStretch) * kPanel + wide * inputs + 16;
+    return rows * kPanel + (rows < kWideRows ? rows : kWideRows) * inputs;
 }
 
 // For one element type and instruction set.

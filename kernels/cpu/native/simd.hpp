@@ -54,16 +54,19 @@ ALWAYS_INLINE void store(Bf16* at, Floats value) {
     __builtin_memcpy(at, &halves, sizeof halves);
 }
 
-// The first `count` < kLanes elements; the rest reads as 0 and is not written.
+// The first `count` elements, of which at most kLanes are read; after them come zeros.
 template <class T>
-ALWAYS_INLINE Floats load_some(const T* at, int count) {
+ALWAYS_INLINE Floats load_some(const T* at, std::int64_t count) {
+    if (count >= kLanes) return load(at);
     T padded[kLanes] = {};
     for (int i = 0; i < count; ++i) padded[i] = at[i];
     return load(padded);
 }
 
+// Writes the first `count` elements of a vector, at most kLanes.
 template <class T>
-ALWAYS_INLINE void store_some(T* at, Floats value, int count) {
+ALWAYS_INLINE void store_some(T* at, Floats value, std::int64_t count) {
+    if (count >= kLanes) return store(at, value);
     T padded[kLanes];
     store(padded, value);
     for (int i = 0; i < count; ++i) at[i] = padded[i];
@@ -78,26 +81,21 @@ ALWAYS_INLINE Floats every(float value) { return value - Floats{}; }
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// Lanes 0, 2, .. of a and then of b; those between with `odd`.
-ALWAYS_INLINE Floats even(Floats a, Floats b) {
+// Lanes n, n + 2, .. of a and then of b.
+template <int n>
+ALWAYS_INLINE Floats every_second(Floats a, Floats b) {
 #if defined(__AVX512F__)
-    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return PICK(a, b, n, n + 2, n + 4, n + 6, n + 8, n + 10, n + 12, n + 14,
+                n + 16, n + 18, n + 20, n + 22, n + 24, n + 26, n + 28, n + 30);
 #elif defined(__AVX__)
-    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+    return PICK(a, b, n, n + 2, n + 4, n + 6, n + 8, n + 10, n + 12, n + 14);
 #else
-    return PICK(a, b, 0, 2, 4, 6);
+    return PICK(a, b, n, n + 2, n + 4, n + 6);
 #endif
 }
 
-ALWAYS_INLINE Floats odd(Floats a, Floats b) {
-#if defined(__AVX512F__)
-    return PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX__)
-    return PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    return PICK(a, b, 1, 3, 5, 7);
-#endif
-}
+ALWAYS_INLINE Floats even(Floats a, Floats b) { return every_second<0>(a, b); }
+ALWAYS_INLINE Floats odd(Floats a, Floats b) { return every_second<1>(a, b); }
 
 ALWAYS_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -165,16 +163,6 @@ ALWAYS_INLINE Floats add_products_of_pairs(Floats sums, Floats a, Floats b) {
         reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
 }
 #endif
-
-// Rounded to the nearest; in one instruction where there is one, which takes subnormal numbers for zero.
-ALWAYS_INLINE void store_rounded(Bf16* at, Floats value) {
-#ifdef __AVX512BF16__
-    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
-    __builtin_memcpy(at, &rounded, sizeof rounded);
-#else
-    store(at, value);
-#endif
-}
 
 // Lane i becomes the sum of parts[i], of which there are kLanes; they are used up.
 ALWAYS_INLINE Floats add_each(Floats* parts) {
