@@ -304,8 +304,8 @@ void attend_span(const Attention& a, const Span& span, i64 head, i64 begin, i64 
         }
     }
     const T *k = static_cast<const T*>(a.k) + head * dim, *v = static_cast<const T*>(a.v) + head * dim;
-    const i64 first = span.window ? position + 1 - span.window : 0;
-    for (i64 start = first > 0 ? first / kTile * kTile : 0; start < seen; start += kTile) {
+    const i64 first = span.first_seen(position);
+    for (i64 start = first / kTile * kTile; start < seen; start += kTile) {
         const T *key_rows[kTile], *value_rows[kTile];
         for (i64 t = 0; t < kTile; ++t) {
             const i64 at = start + t;

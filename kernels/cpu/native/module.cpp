@@ -14,7 +14,6 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "ops.hpp"
@@ -119,14 +118,10 @@ struct Layout {
     i64 total_rows, unit_rows, blocks_per_unit, block_size, layers, kv_heads, dim;
 
     i64 block_rows() const { return 2 * layers * block_size; }
-    i64 row_of(i64 block) const {
-        return block / blocks_per_unit * unit_rows + block % blocks_per_unit * block_rows();
-    }
 };
 
 class AttentionPlan {
 public:
-    // Sequences with several queries attend as spans.
     AttentionPlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table,
                   const Layout& layout, bool bf16, std::optional<i64> window)
         : layout_(layout), bf16_(bf16) {
@@ -138,29 +133,24 @@ public:
         if (window && *window < 1) throw std::invalid_argument("window: expected at least 1");
         const i64 *starts = query_starts.data(), *lens = context_lens.data();
         slots_.reserve(static_cast<std::size_t>(starts[sequences]));
-        std::vector<std::size_t> queries_from, spans_from;
+        block_rows_.reserve(static_cast<std::size_t>(sequences * width));  // so that spans can point into it
         for (i64 i = 0; i < sequences; ++i) {
             const i64 count = starts[i + 1] - starts[i], blocks = (lens[i] + layout.block_size - 1) / layout.block_size;
             if (count < 0 || lens[i] < count || blocks > width) {
                 throw std::invalid_argument("sequence " + std::to_string(i) + " of " + std::to_string(lens[i]) +
                                             " tokens: expected no fewer than its queries, and all its blocks");
             }
-            const i64* table = block_table.data() + i * width;
-            add_slots(table, lens[i] - count, lens[i]);
-            if (count == 0) continue;
-            const i64 seen = window ? std::min(lens[i], *window) : lens[i];
-            attended_ += count * seen;
-            if (count > 1) {
-                spans_from.push_back(rows_.size());
-                spans_.push_back(Span{starts[i], nullptr, lens[i] - count, count, window.value_or(0)});
-            } else {
-                queries_from.push_back(rows_.size());
-                queries_.push_back(Query{starts[i], nullptr, lens[i] - seen, lens[i]});
+            const i64* const table = block_table.data() + i * width;
+            const i64* const rows = block_rows_.data() + block_rows_.size();
+            for (i64 block = 0; block < blocks; ++block) block_rows_.push_back(find_row(table[block]));
+            for (i64 position = lens[i] - count; position < lens[i]; ++position) {
+                slots_.push_back(rows[position / layout.block_size] + position % layout.block_size);
             }
-            for (i64 block = 0; block < blocks; ++block) rows_.push_back(checked(table[block]));
+            const Span span{starts[i], rows, lens[i] - count, count, window.value_or(0)};
+            if (count > 1) chunks_.push_back(span);
+            if (count == 1) decodes_.push_back(span);
+            attended_ += count * (window ? std::min(lens[i], *window) : lens[i]);
         }
-        for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + queries_from[i];
-        for (std::size_t i = 0; i < spans_.size(); ++i) spans_[i].block_rows = rows_.data() + spans_from[i];
     }
 
     // Stores k and v of the whole batch, then attends.
@@ -182,18 +172,13 @@ public:
     }
 
 private:
-    i64 checked(i64 block) const {
-        const i64 row = layout_.row_of(block);
+    i64 find_row(i64 block) const {
+        const i64 row = block / layout_.blocks_per_unit * layout_.unit_rows +
+                        block % layout_.blocks_per_unit * layout_.block_rows();
         if (block < 0 || row + layout_.block_rows() > layout_.total_rows) {
             throw std::invalid_argument("block " + std::to_string(block) + ": expected one inside the pool");
         }
         return row;
-    }
-
-    void add_slots(const i64* table, i64 start, i64 end) {
-        for (i64 position = start; position < end; ++position) {
-            slots_.push_back(checked(table[position / layout_.block_size]) + position % layout_.block_size);
-        }
     }
 
     void store(char* rows, const char* from, i64 stride, i64 row) const {
@@ -202,46 +187,48 @@ private:
         }
     }
 
-    // An item of work is a KV head of some queries of a span, the longest ones first, or of a single query; taken by
-    // whichever thread is free.
+    // Threads take what is left to do: a KV head of some queries of a chunk, the longest ones first, or of a decode.
     void run(const Attention& attention, int threads) const {
+        struct Item {
+            const Span& span;
+            i64 begin, head;
+        };
+        std::vector<Item> items;
         const i64 group = attention.heads / layout_.kv_heads, some = span_queries(group);
-        std::vector<std::pair<const Span*, i64>> parts;
-        for (const Span& span : spans_) {
-            for (i64 begin = (span.count - 1) / some * some; begin >= 0; begin -= some) parts.emplace_back(&span, begin);
+        for (const Span& span : chunks_) {
+            for (i64 begin = (span.count - 1) / some * some; begin >= 0; begin -= some) {
+                for (i64 head = 0; head < layout_.kv_heads; ++head) items.push_back({span, begin, head});
+            }
         }
-        const i64 of_spans = static_cast<i64>(parts.size()) * layout_.kv_heads;
-        // One thread does all the heads of a query in one go.
-        const i64 heads_each = threads == 1 ? layout_.kv_heads : 1, heads_parts = layout_.kv_heads / heads_each;
-        const i64 items = of_spans + static_cast<i64>(queries_.size()) * heads_parts;
-        std::atomic<i64> next{0};
-        const auto work = [&] {
-            const auto scratch = allocate_scratch(std::max(
-                parts.empty() ? 0 : span_scratch_floats(group, layout_.dim), scratch_floats(attention.heads, layout_.dim)));
-            for (i64 i = next++; i < items; i = next++) {
-                if (i < of_spans) {
-                    const auto [span, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
-                    const i64 end = std::min(begin + some, span->count);
-                    ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.get());
+        // One thread does all the heads of a decode in one go.
+        const i64 heads_each = threads == 1 ? layout_.kv_heads : 1;
+        for (const Span& span : decodes_) {
+            for (i64 head = 0; head < layout_.kv_heads; head += heads_each) items.push_back({span, 0, head});
+        }
+        const i64 scratch_size = std::max(chunks_.empty() ? 0 : span_scratch_floats(group, layout_.dim),
+                                          scratch_floats(attention.heads, layout_.dim));
+        std::atomic<std::size_t> next{0};
+        in_threads(threads, [&] {
+            const auto scratch = allocate_scratch(scratch_size);
+            for (std::size_t i = next++; i < items.size(); i = next++) {
+                const auto& [span, begin, head] = items[i];
+                if (span.count > 1) {
+                    const i64 end = std::min(begin + some, span.count);
+                    ops(bf16_).attend_span(attention, span, head, begin, end, scratch.get());
                 } else {
-                    const auto index = static_cast<std::size_t>((i - of_spans) / heads_parts);
-                    const i64 head = (i - of_spans) % heads_parts;
-                    const bool last = threads > 1 || index + 1 == queries_.size();
-                    ops(bf16_).attend(attention, queries_[index], last ? nullptr : &queries_[index + 1], head,
-                                      head + heads_each, scratch.get());
+                    const Span* const after = threads == 1 && i + 1 < items.size() ? &items[i + 1].span : nullptr;
+                    ops(bf16_).attend(attention, span, after, head, head + heads_each, scratch.get());
                 }
             }
-        };
-        in_threads(threads, work);
+        });
     }
 
     Layout layout_;
     bool bf16_;
     std::vector<i64> slots_;  // row of each token's K, layer 0
-    std::vector<i64> rows_;   // row of each block, sequence after sequence
-    std::vector<Query> queries_;
-    std::vector<Span> spans_;
-    i64 attended_ = 0;
+    std::vector<i64> block_rows_;  // of each sequence's blocks, one sequence after another
+    std::vector<Span> chunks_, decodes_;  // with several queries, and with one
+    i64 attended_ = 0;  // keys that the queries see
 };
 
 void use(const std::string& name) {

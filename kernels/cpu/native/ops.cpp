@@ -21,9 +21,9 @@ struct Tile {
     int count;
 };
 
-Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
+Tile tile_of(const Span& span, i64 start, i64 block_size, i64 row) {
     Tile tile;
-    const i64 left = query.end - start;
+    const i64 left = span.position + 1 - start;
     tile.count = static_cast<int>(left < kTile ? left : kTile);
     i64 block = start / block_size, offset = start % block_size;
     for (int t = 0; t < (tile.count + kLanes - 1) / kLanes * kLanes; ++t) {
@@ -31,7 +31,7 @@ Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
             tile.at[t] = tile.at[t - 1];
             continue;
         }
-        tile.at[t] = (query.block_rows[block] + offset) * row;
+        tile.at[t] = (span.block_rows[block] + offset) * row;
         if (++offset == block_size) offset = 0, ++block;
     }
     return tile;
@@ -145,9 +145,9 @@ void advance(const Heads& at, i64 head, const T* k, const T* v, const Tile& tile
 }
 
 template <class T>
-void attend(const Attention& a, const Query& query, const Query* next, i64 head, i64 head_end, float* scratch) {
+void attend(const Attention& a, const Span& span, const Span* next, i64 head, i64 head_end, float* scratch) {
     const i64 group = a.heads / a.kv_heads, row = a.kv_heads * a.dim, count = (head_end - head) * group;
-    const T* asked = static_cast<const T*>(a.q) + query.token * a.q_stride + head * group * a.dim;
+    const T* asked = static_cast<const T*>(a.q) + span.token * a.q_stride + head * group * a.dim;
     float* const q = scratch;
     float* const sums = q + count * a.dim;
     float* const most = sums + count * a.dim;
@@ -159,11 +159,12 @@ void attend(const Attention& a, const Query& query, const Query* next, i64 head,
         state.most[i] = kMinusInfinity;
     }
     const T *k = static_cast<const T*>(a.k) + head * a.dim, *v = static_cast<const T*>(a.v) + head * a.dim;
-    Tile tile = tile_of(query, query.first, a.block_size, row);
-    for (i64 start = query.first; start < query.end; start += kTile) {
+    const i64 first = span.first_seen(span.position);
+    Tile tile = tile_of(span, first, a.block_size, row);
+    for (i64 start = first; start <= span.position; start += kTile) {
         Tile then{};
-        if (start + kTile < query.end) then = tile_of(query, start + kTile, a.block_size, row);
-        else if (next != nullptr) then = tile_of(*next, next->first, a.block_size, row);
+        if (start + kTile <= span.position) then = tile_of(span, start + kTile, a.block_size, row);
+        else if (next != nullptr) then = tile_of(*next, next->first_seen(next->position), a.block_size, row);
         Fetcher<T> ahead_k{k, then, (head_end - head) * a.dim}, ahead_v{v, then, (head_end - head) * a.dim};
         for (i64 i = 0; i < count;) {
             const i64 at = i / group * a.dim, rest = group - i % group;
@@ -176,7 +177,7 @@ void attend(const Attention& a, const Query& query, const Query* next, i64 head,
         while (ahead_v.more()) ahead_v.next(a.dim);
         tile = then;
     }
-    T* out = static_cast<T*>(a.out) + (query.token * a.heads + head * group) * a.dim;
+    T* out = static_cast<T*>(a.out) + (span.token * a.heads + head * group) * a.dim;
     for (i64 i = 0; i < count * a.dim; i += kLanes) store(out + i, load(sums + i) / state.total[i / a.dim]);
 }
 

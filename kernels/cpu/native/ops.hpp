@@ -8,19 +8,15 @@ namespace blockcast {
 
 using i64 = std::int64_t;
 
-// One query's attention: the positions [first, end) of its sequence.
-struct Query {
-    i64 token;              // in the batch
-    const i64* block_rows;  // token row of the first K of each block of the sequence, in the layer 0
-    i64 first, end;
-};
-
-// Many queries of one sequence: a chunk of a prompt.
+// Queries of a sequence that follow each other: a chunk of a prompt, or the one query of a decoding sequence.
 struct Span {
     i64 token;              // of the first query, in the batch
-    const i64* block_rows;  // as above
+    const i64* block_rows;  // token row of the first K of each block of the sequence, in the layer 0
     i64 position, count;    // of the first query in its sequence; of the queries
     i64 window;             // a query sees the last so many positions, itself included; 0: all
+
+    // The first position that the query at a position sees.
+    i64 first_seen(i64 query) const { return window != 0 && query >= window ? query + 1 - window : 0; }
 };
 
 // Elements, not bytes, throughout.
@@ -62,9 +58,9 @@ inline i64 product_scratch_floats(i64 rows, i64 inputs) {
 
 // For one element type and instruction set.
 struct Ops {
-    // The KV heads [head, head_end) of a query. `next`: the query after it, whose context can be fetched; null: none.
+    // The KV heads [head, head_end) of a span of one query. `next`: another one, whose context is fetched; null: none.
     // `scratch`: see `scratch_floats`.
-    void (*attend)(const Attention&, const Query&, const Query* next, i64 head, i64 head_end, float* scratch);
+    void (*attend)(const Attention&, const Span&, const Span* next, i64 head, i64 head_end, float* scratch);
     // The queries [begin, end) of a span for one KV head. `scratch`: see `span_scratch_floats`.
     void (*attend_span)(const Attention&, const Span&, i64 head, i64 begin, i64 end, float* scratch);
     void (*norm)(const Norm&);

@@ -109,22 +109,14 @@ ALWAYS_INLINE float largest(Floats value) {
     return value[0];
 }
 
-#if defined(__AVX512DQ__)
-constexpr __mmask16 kAll = 0xffff;  // GCC warns of its own header where a mask is left out
-#endif
-
-// 2 ** x; NaN stays NaN. To about 2 units in the last place with Degree 6, to 5e-5 with 4. x below -126 may count as
-// -126, above 127 as 127.
+// 2 ** x; NaN stays NaN. To about 2 units in the last place with Degree 6, to 5e-5 with 4. x below -126 counts as -126,
+// above 127 as 127.
 template <int Degree = 6>
 ALWAYS_INLINE Floats exp2(Floats x) {
-#if defined(__AVX512DQ__)
-    const Floats f = reinterpret_cast<Floats>(_mm512_maskz_reduce_ps(kAll, reinterpret_cast<__m512>(x), 0));  // in [-0.5, 0.5]
-#else
     x = x < -126.0f ? every(-126.0f) : x;
     x = x > 127.0f ? every(127.0f) : x;
     const Floats shifted = x + 12582912.0f;  // 1.5 * 2**23: the nearest integer stands in the low bits
     const Floats f = x - (shifted - 12582912.0f);
-#endif
     Floats y = every(9.61812911e-3f);  // Taylor: ln(2)**n / n!
     if (Degree >= 6) {
         y = every(1.54035304e-4f);
@@ -135,12 +127,8 @@ ALWAYS_INLINE Floats exp2(Floats x) {
     y = y * f + 2.40226507e-1f;
     y = y * f + 6.93147181e-1f;
     y = y * f + 1.0f;
-#if defined(__AVX512DQ__)
-    return reinterpret_cast<Floats>(_mm512_maskz_scalef_ps(kAll, reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(x - f)));
-#else
     const Ints whole = reinterpret_cast<Ints>(shifted) - 0x4b400000;
     return y * reinterpret_cast<Floats>((whole + 127) << 23);
-#endif
 }
 
 #ifdef __AVX512BF16__
