@@ -6,7 +6,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 def instruction_sets() -> list[str]: ...
-def use(instruction_set: str) -> None: ...
+def use(instruction_set: str, /) -> None: ...
 
 class Layout:
     def __init__(
@@ -18,12 +18,13 @@ class Layout:
         layers: int,
         kv_heads: int,
         dim: int,
+        /,
     ) -> None: ...
 
 class AttentionPlan:
     def __init__(
         self, query_starts: IntArray, context_lens: IntArray, block_table: IntArray, layout: Layout, bf16: bool,
-        window: int | None,
+        window: int | None, /,
     ) -> None: ...  # fmt: skip
     def attend(
         self, buffer: int, layer: int, q: int, q_stride: int, heads: int, k: int, k_stride: int, v: int, v_stride: int,

@@ -27,15 +27,54 @@ ALWAYS_INLINE void fetch(const T* row, i64 dim) {
     for (i64 d = 0; d < dim; d += 64 / static_cast<i64>(sizeof(T))) __builtin_prefetch(row + d);
 }
 
-// What a 32-bit lane of packed operands holds: one number, or two neighbours in bf16.
+// What a 32-bit lane of packed operands holds: one number, or two neighbours in bf16. Pairs travel as the bits of a float.
 template <class T>
 constexpr bool kPairs = false;
+template <class T>
+constexpr int kDepth = kPairs<T> ? 2 : 1;
+
+// sums + a * b, in each lane.
+template <class T>
+ALWAYS_INLINE Floats multiply_add(Floats sums, Floats a, Floats b) { return sums + a * b; }
+
+// The dims [d, d + kLanes) of the values of a lane's tokens: of one, or of two whose numbers become pairs.
+template <class T>
+ALWAYS_INLINE Floats pack_lanes(const T* const* rows, i64 d) { return load(rows[0] + d); }
+
+// Writes `count` vectors of weights, packed.
+template <class T>
+ALWAYS_INLINE void store_packed(float* at, const Floats* weights, int count) {
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) store(at + i * kLanes, weights[i]);
+}
+
 #ifdef __AVX512BF16__
 template <>
 constexpr bool kPairs<Bf16> = true;
+
+template <>
+ALWAYS_INLINE Floats multiply_add<Bf16>(Floats sums, Floats a, Floats b) {
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
+        reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+}
+
+template <>
+ALWAYS_INLINE Floats pack_lanes(const Bf16* const* rows, i64 d) {
+    Halves low, high;
+    __builtin_memcpy(&low, rows[0] + d, sizeof low);
+    __builtin_memcpy(&high, rows[1] + d, sizeof high);
+    return reinterpret_cast<Floats>(__builtin_convertvector(low, Bits) | __builtin_convertvector(high, Bits) << 16);
+}
+
+template <>
+ALWAYS_INLINE void store_packed<Bf16>(float* at, const Floats* weights, int count) {
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i += 2) {
+        const auto low = reinterpret_cast<__m512>(weights[i]), high = reinterpret_cast<__m512>(weights[i + 1]);
+        store(at + i / 2 * kLanes, reinterpret_cast<Floats>(_mm512_cvtne2ps_pbh(high, low)));
+    }
+}
 #endif
-template <class T>
-constexpr int kDepth = kPairs<T> ? 2 : 1;
 
 // Whether operands are multiplied in tiles (AMX).
 template <class T>
@@ -48,15 +87,6 @@ constexpr bool kTiles<Bf16> = true;
 // Rows of queries that are multiplied at a time.
 template <class T>
 constexpr int kQueryRows = kTiles<T> ? 16 : kRows;
-
-// sums + a * b, in each lane. Pairs travel as the bits of a float.
-template <class T>
-ALWAYS_INLINE Floats multiply_add(Floats sums, Floats a, Floats b) {
-#ifdef __AVX512BF16__
-    if constexpr (kPairs<T>) return add_products_of_pairs(sums, a, b);
-#endif
-    return sums + a * b;
-}
 
 // Rows and columns of kLanes x kLanes change places: an index of 2n bits is rotated by n, one bit a round.
 ALWAYS_INLINE void transpose(Floats* rows) {
@@ -104,13 +134,7 @@ template <class T>
 void pack_values(const T* const* rows, i64 dim, float* packed) {
     for (int t = 0; t < kTile; t += kDepth<T>) {
         for (i64 d = 0; d < dim; d += kLanes) {
-            Floats lanes;
-#ifdef __AVX512BF16__
-            if constexpr (kPairs<T>) lanes = pairs_of(rows[t] + d, rows[t + 1] + d);
-            else
-#endif
-                lanes = load(rows[t] + d);
-            store(packed + t / kDepth<T> * dim + d, lanes);
+            store(packed + t / kDepth<T> * dim + d, pack_lanes(rows + t, d));
         }
     }
 }
@@ -229,15 +253,7 @@ ALWAYS_INLINE float weigh_row(const float* scores, float scale, float* most, flo
     }
     *most = now;
     store(total, sum);
-#ifdef __AVX512BF16__
-    if constexpr (kPairs<T>) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kVectors; i += 2) store(weights + i / 2 * kLanes, round_to_pairs(some[i], some[i + 1]));
-        return shrink;
-    }
-#endif
-#pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) store(weights + i * kLanes, some[i]);
+    store_packed<T>(weights, some, kVectors);
     return shrink;
 }
 

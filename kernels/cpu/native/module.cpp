@@ -1,6 +1,6 @@
-// The Python face of the native operations of kernels/cpu/backend.py: what a step's batch means in token rows (`AttentionPlan`, made once
-// a step), the choice of the instruction set, and threads where they pay. Addresses of tensors come as integers: that they
-// are contiguous, of the right type and alive is what kernels/cpu/backend.py checks.
+// The Python face of the native operations: what a step's batch means in token rows (`AttentionPlan`, made once a step),
+// the choice of the instruction set, and threads where they pay. Addresses of tensors come as integers: their shapes,
+// types and strides are checked by kernels/cpu/backend.py and kernels/cpu/packed.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -52,19 +52,17 @@ std::vector<const Variant*> variants() {
     std::vector<const Variant*> found;
 #ifdef BLOCKCAST_X86_VARIANTS
     __builtin_cpu_init();
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #ifdef BLOCKCAST_AVX512BF16_VARIANT
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16")) {
 #ifdef BLOCKCAST_AMX_VARIANT
         if (has_amx()) found.push_back(&amx_variant);
 #endif
         found.push_back(&avx512bf16_variant);
     }
 #endif
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-        found.push_back(&avx512_variant);
-    }
+    if (has_avx512) found.push_back(&avx512_variant);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_variant);
 #endif
     found.push_back(&baseline_variant);
@@ -126,11 +124,6 @@ public:
                   const Layout& layout, bool bf16, std::optional<i64> window)
         : layout_(layout), bf16_(bf16) {
         const i64 sequences = static_cast<i64>(context_lens.shape(0)), width = static_cast<i64>(block_table.shape(1));
-        if (static_cast<i64>(query_starts.shape(0)) != sequences + 1 ||
-            static_cast<i64>(block_table.shape(0)) < sequences) {
-            throw std::invalid_argument("query_starts, context_lens and block_table: expected n + 1, n and n rows");
-        }
-        if (window && *window < 1) throw std::invalid_argument("window: expected at least 1");
         const i64 *starts = query_starts.data(), *lens = context_lens.data();
         slots_.reserve(static_cast<std::size_t>(starts[sequences]));
         block_rows_.reserve(static_cast<std::size_t>(sequences * width));  // so that spans can point into it
@@ -149,16 +142,13 @@ public:
             const Span span{starts[i], rows, lens[i] - count, count, window.value_or(0)};
             if (count > 1) chunks_.push_back(span);
             if (count == 1) decodes_.push_back(span);
-            attended_ += count * (window ? std::min(lens[i], *window) : lens[i]);
+            attended_ += count * std::min(lens[i], window.value_or(lens[i]));
         }
     }
 
     // Stores k and v of the whole batch, then attends.
     void attend(Address buffer, i64 layer, Address q, i64 q_stride, i64 heads, Address k, i64 k_stride, Address v,
                 i64 v_stride, Address out, float scale, int threads) const {
-        if (layer < 0 || layer >= layout_.layers || heads % layout_.kv_heads != 0) {
-            throw std::invalid_argument("layer and heads: expected one of the group's, and a multiple of its KV heads");
-        }
         const nb::gil_scoped_release released;
         const i64 item = bf16_ ? 2 : 4, row = layout_.kv_heads * layout_.dim * item;
         char* const keys = at<char>(buffer) + layer * 2 * layout_.block_size * row;
@@ -241,12 +231,6 @@ void use(const std::string& name) {
     throw std::invalid_argument("instruction set '" + name + "': expected one that this CPU has");
 }
 
-std::vector<std::string> names() {
-    std::vector<std::string> found;
-    for (const Variant* variant : kVariants) found.emplace_back(variant->name);
-    return found;
-}
-
 }  // namespace
 
 }  // namespace blockcast
@@ -255,16 +239,17 @@ NB_MODULE(_native, module) {
     using namespace blockcast;
     module.doc() = "Native operations on a CPU (C++). Use kernels.select.";
 
-    module.def("instruction_sets", &names, "Those this CPU has, best first; the first one is used unless `use` says other.");
-    module.def("use", &use, nb::arg("instruction_set"));
+    // Those this CPU has, best first; the first one is used unless `use` says other.
+    module.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (const Variant* variant : kVariants) names.emplace_back(variant->name);
+        return names;
+    });
+    module.def("use", &use);
 
-    nb::class_<Layout>(module, "Layout")
-        .def(nb::init<i64, i64, i64, i64, i64, i64, i64>(), nb::arg("total_rows"), nb::arg("unit_rows"),
-             nb::arg("blocks_per_unit"), nb::arg("block_size"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("dim"));
+    nb::class_<Layout>(module, "Layout").def(nb::init<i64, i64, i64, i64, i64, i64, i64>());
     nb::class_<AttentionPlan>(module, "AttentionPlan")
-        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>>(),
-             nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
-             nb::arg("bf16"), nb::arg("window").none())
+        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>>())
         .def("attend", &AttentionPlan::attend);
 
     module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,
@@ -282,9 +267,6 @@ NB_MODULE(_native, module) {
     module.def("has_products", [] { return chosen->bf16.product != nullptr; });
     module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
                              Address out, i64 threads) {
-        if (chosen->bf16.product == nullptr) {
-            throw std::runtime_error(std::string("products: expected an instruction set with fused multiply-add, not ") + chosen->name);
-        }
         const nb::gil_scoped_release released;
         multiply(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows, inputs,
                          outputs, x_stride},

@@ -131,27 +131,6 @@ ALWAYS_INLINE Floats exp2(Floats x) {
     return y * reinterpret_cast<Floats>((whole + 127) << 23);
 }
 
-#ifdef __AVX512BF16__
-// Lanes of two bf16, as the bits of a float: what lies at a in the low half, at b in the high one.
-ALWAYS_INLINE Floats pairs_of(const Bf16* a, const Bf16* b) {
-    Halves low, high;
-    __builtin_memcpy(&low, a, sizeof low);
-    __builtin_memcpy(&high, b, sizeof high);
-    return reinterpret_cast<Floats>(__builtin_convertvector(low, Bits) | __builtin_convertvector(high, Bits) << 16);
-}
-
-// 2 * kLanes numbers in their order, rounded to bf16.
-ALWAYS_INLINE Floats round_to_pairs(Floats a, Floats b) {
-    return reinterpret_cast<Floats>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
-}
-
-// sums + the products of both halves of each lane.
-ALWAYS_INLINE Floats add_products_of_pairs(Floats sums, Floats a, Floats b) {
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
-        reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
-}
-#endif
-
 // Lane i becomes the sum of parts[i], of which there are kLanes; they are used up.
 ALWAYS_INLINE Floats add_each(Floats* parts) {
     for (int left = kLanes / 2; left >= 1; left /= 2) {
