@@ -35,23 +35,21 @@ class CpuKernels(ReferenceKernels):
             kv.num_kv_heads, kv.head_dim,
         )  # fmt: skip
         blocks = table.select_blocks(batch, kv)
+        assert window is None or window > 0
         return _native.AttentionPlan(batch.query_starts, batch.context_lens, blocks, layout, is_bf16, window)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Store K and V of the step's tokens in a layer of the paged cache, and return their causal attention.
-
-        q and the result: [tokens, heads, dim]. k and v: [tokens, kv_heads, dim]. `plan`: the step's batch, prepared by
-        `plan_attention`; it is a `ReferencePlan` if the native code does not take the dtype or the size of a head.
-        """
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
         num_tokens, num_heads, dim = q.shape
         assert k.shape == v.shape == (num_tokens, kv.num_kv_heads, dim)
-        q, k, v = _make_heads_adjacent(q), _make_heads_adjacent(k), _make_heads_adjacent(v)
+        assert 0 <= layer < kv.num_layers
+        assert num_heads % kv.num_kv_heads == 0
+        q, k, v = _make_tokens_contiguous(q), _make_tokens_contiguous(k), _make_tokens_contiguous(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         plan.attend(
             kv.buffer.data_ptr(), layer,
@@ -64,9 +62,7 @@ class CpuKernels(ReferenceKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         if not (2 <= x.dim() <= 3 and _are_native(x, weight)):
             return super().rms_norm(x, weight, eps, zero_centred)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        _run_native_norm(x, weight, None, out, eps, zero_centred)
-        return out
+        return _norm(x, None, weight, eps, zero_centred)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
@@ -74,16 +70,9 @@ class CpuKernels(ReferenceKernels):
         if not (x.dim() == 2 and _are_native(x, weight, residual) and residual.is_contiguous()):
             return super().add_rms_norm(x, residual, weight, eps, zero_centred)
         assert residual.shape == x.shape
-        out = torch.empty(x.shape, dtype=x.dtype)
-        _run_native_norm(x, weight, residual, out, eps, zero_centred)
-        return out, residual
+        return _norm(x, residual, weight, eps, zero_centred), residual
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Apply rotary embedding to the first `width` dims of each head, in native code if that takes the dtype.
-
-        x and the result: [tokens, heads, dim]. cos, signed_sin: [tokens, width], of the angles of each token's
-        position; in the first half of signed_sin the sines are negated.
-        """
         if not _are_native(x, cos, signed_sin):
             return super().rotate(x, cos, signed_sin)
         tokens, heads, dim = x.shape
@@ -91,7 +80,7 @@ class CpuKernels(ReferenceKernels):
         assert cos.shape == signed_sin.shape == (tokens, width)
         assert width <= dim
         assert width % 2 == 0
-        x, cos, signed_sin = _make_heads_adjacent(x), cos.contiguous(), signed_sin.contiguous()
+        x, cos, signed_sin = _make_tokens_contiguous(x), cos.contiguous(), signed_sin.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         _native.rotate(
             _IS_BF16_BY_DTYPE[x.dtype],
@@ -117,33 +106,27 @@ def _are_native(*tensors: Tensor) -> bool:
     return dtype in _IS_BF16_BY_DTYPE and all(x.dtype == dtype for x in tensors[1:])
 
 
-def _make_heads_adjacent(x: Tensor) -> Tensor:
-    """Return x, [tokens, heads, dim], copied unless the heads of a token are adjacent."""
-    dim = x.shape[2]
-    return x if x.stride()[1:] == (dim, 1) else x.contiguous()
+def _make_tokens_contiguous(x: Tensor) -> Tensor:
+    """Return x, [tokens, heads, dim] or [tokens, dim], copied unless each token's values are contiguous."""
+    inner_strides = (x.shape[-1], 1) if x.dim() == 3 else (1,)
+    return x if x.stride()[1:] == inner_strides else x.contiguous()
 
 
-def _run_native_norm(
-    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, eps: float, zero_centred: bool
-) -> None:
-    """Compute the root mean square norm of x by native code, times `weight`, and write it to `out`.
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """Return the root mean square norm of x, or of x + residual, which is then stored in the residual.
 
-    If there is a residual, x is first added to it in place, and the sum is normed. `zero_centred`: the factor is
-    1 + weight. x: [tokens, dim] or [tokens, heads, dim]. weight: [dim], or [heads, dim] with a weight for each head.
+    x: [tokens, dim] or [tokens, heads, dim]. weight: [dim], or [heads, dim] with a weight for each head.
     """
-    has_heads = x.dim() == 3
-    num_heads = x.shape[1] if has_heads else 1
     dim = x.shape[-1]
-    inner_strides = (dim, 1) if has_heads else (1,)
-    if x.stride()[1:] != inner_strides:
-        x = x.contiguous()
+    num_heads = x.shape[1] if x.dim() == 3 else 1
     assert weight.shape == (dim,) or weight.shape == (num_heads, dim)
-    weight = weight.contiguous()
+    x, weight = _make_tokens_contiguous(x), weight.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
     weight_stride = dim if weight.dim() == 2 else 0  # 0: all heads have the same weight
-    residual_address = 0 if residual is None else residual.data_ptr()
     _native.norm(
         _IS_BF16_BY_DTYPE[x.dtype],
-        x.data_ptr(), weight.data_ptr(), residual_address, out.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(),
         x.shape[0], num_heads, dim, x.stride(0), weight_stride,
         eps, zero_centred,
     )  # fmt: skip
+    return out
