@@ -208,6 +208,6 @@ def _return_gpu_memory(device: torch.device) -> None:
 
 def _choose_target_prefill_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
     """Return `SchedulerConfig.target_prefill_tokens` for a device."""
-    if device.type != "cpu" or has_bf16_instructions(dtype):
+    if device.type != "cpu" or (dtype == torch.bfloat16 and has_bf16_instructions()):
         return None
     return CPU_TARGET_PREFILL_TOKENS

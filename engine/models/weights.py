@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.shard import DimShard, Extent, Shard, get_held_size, get_total_size
-from kernels.cpu.packed import PackedMatrix, multiply_packed, pack_matrix
+from kernels.cpu.packed import PackedMatrix, pack_matrix
 
 Index = tuple[int | slice | None, ...]
 
@@ -101,7 +101,7 @@ class Weight:
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed_matrix is not None:
-            return multiply_packed(x, self._packed_matrix, bias)
+            return self._packed_matrix.multiply(x, bias)
         return F.linear(x, self.tensor, bias)
 
 

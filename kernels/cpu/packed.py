@@ -44,7 +44,27 @@ class NativeMatrix:
     panels: Tensor
     """[panels, inputs / 2, OUTPUTS_PER_PANEL]: pairs of bf16 as int32, zeros after the last output."""
     num_outputs: int
-    num_inputs: int
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ W^T + bias in bf16, on torch's threads. x: [tokens, inputs]; the result: [tokens, outputs]."""
+        num_tokens, num_inputs = x.shape
+        assert num_inputs == 2 * self.panels.shape[1]
+        assert x.dtype == torch.bfloat16
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(num_tokens, self.num_outputs, dtype=torch.bfloat16)
+        bias_address = 0
+        if bias is not None:
+            assert bias.shape == (self.num_outputs,)
+            assert bias.dtype == torch.bfloat16
+            bias = bias.contiguous()
+            bias_address = bias.data_ptr()
+        _native.product(
+            x.data_ptr(), num_tokens, x.stride(0),
+            self.panels.data_ptr(), self.num_outputs, num_inputs,
+            bias_address, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +77,17 @@ class BlockedMatrix:
     """Copy for products of at most SMALL_PRODUCT_MAX multiplications; None if native products cannot be used, or
     if even one token needs more multiplications."""
 
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ W^T + bias in bf16. x: [tokens, inputs]; the result: [tokens, outputs]."""
+        if self.native_copy is not None and x.shape[0] * self.weight.numel() <= SMALL_PRODUCT_MAX:
+            return self.native_copy.multiply(x, bias)
+        return cast(Tensor, _linear(x, self.weight, bias, "none", _NO_SCALARS, ""))
+
 
 PackedMatrix = NativeMatrix | BlockedMatrix
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_NO_SCALARS: list[float] = []
 
 
 @cache
@@ -80,20 +109,20 @@ def _has_native_products() -> bool:
     return HAS_NATIVE and _native.has_products()
 
 
-def has_bf16_instructions(dtype: torch.dtype) -> bool:
-    """Return whether `dtype` is bf16, and this CPU has instructions for it, at several times the fp32 rate."""
-    return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
+def has_bf16_instructions() -> bool:
+    """Return whether this CPU has instructions for bf16, at several times the fp32 rate."""
+    return _has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets())
 
 
 def should_use_native_products() -> bool:
     """Return whether `pack_matrix` packs for the native products, which are slower than oneDNN's on some CPUs."""
     if not _has_native_products() or _has_amx():
         return False
-    return torch.get_num_threads() == 1 or not has_bf16_instructions(torch.bfloat16)
+    return torch.get_num_threads() == 1 or not has_bf16_instructions()
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
-    """Pack a bf16 weight [outputs, inputs] on the CPU for `multiply_packed`; None if products get no faster."""
+    """Pack a bf16 weight [outputs, inputs] on the CPU for multiplication; None if products get no faster."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     can_be_native = _has_native_products() and weight.shape[1] % 2 == 0
@@ -114,43 +143,4 @@ def _pack_native(weight: Tensor) -> NativeMatrix:
     if num_outputs % OUTPUTS_PER_PANEL:  # else `pad` would copy the whole matrix
         pairs = F.pad(pairs, (0, 0, 0, -num_outputs % OUTPUTS_PER_PANEL))
     panels = pairs.view(-1, OUTPUTS_PER_PANEL, num_inputs // 2).transpose(1, 2).contiguous()
-    return NativeMatrix(panels, num_outputs, num_inputs)
-
-
-def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Return x @ W^T + bias, with W as `pack_matrix` packed it. x: [tokens, inputs]. Returns [tokens, outputs]."""
-    if isinstance(matrix, NativeMatrix):
-        return _multiply_native(x, matrix, bias)
-    native_copy = matrix.native_copy
-    if native_copy is not None and x.shape[0] * native_copy.num_outputs * native_copy.num_inputs <= SMALL_PRODUCT_MAX:
-        return _multiply_native(x, native_copy, bias)
-    return cast(Tensor, _linear(x, matrix.weight, bias, "none", _NO_SCALARS, ""))
-
-
-def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
-    """Return x @ W^T + bias in bf16, with the native code that multiplies packed matrices W, on torch's threads.
-
-    x: [tokens, inputs]. bias: [outputs]. Returns [tokens, outputs].
-    """
-    num_tokens, num_inputs = x.shape
-    assert num_inputs == matrix.num_inputs
-    assert x.dtype == torch.bfloat16
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty(num_tokens, matrix.num_outputs, dtype=torch.bfloat16)
-    bias_address = 0
-    if bias is not None:
-        assert bias.shape == (matrix.num_outputs,)
-        assert bias.dtype == torch.bfloat16
-        bias = bias.contiguous()
-        bias_address = bias.data_ptr()
-    _native.product(
-        x.data_ptr(), num_tokens, x.stride(0),
-        matrix.panels.data_ptr(), matrix.num_outputs, num_inputs,
-        bias_address, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_NO_SCALARS: list[float] = []
+    return NativeMatrix(panels, num_outputs)

@@ -12,7 +12,7 @@ import torch
 
 from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
-from kernels.cpu.packed import BlockedMatrix, NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
+from kernels.cpu.packed import BlockedMatrix, NativeMatrix, pack_matrix, should_use_native_products
 from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
 
@@ -399,7 +399,7 @@ def test_packed_matrices(rng, packing, shape, tokens):
         pytest.skip("this CPU does not multiply bf16 in hardware")
     assert isinstance(matrix, packing)
     with torch.inference_mode():
-        output = multiply_packed(x, matrix, bias)
+        output = matrix.multiply(x, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert output.dtype == torch.bfloat16
     # Sums are fp32: what is left is the rounding of the result.
