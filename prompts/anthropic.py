@@ -503,9 +503,8 @@ def _distinguishes_no_effort(template: ChatTemplate) -> bool:
 
 
 def _render_with_effort(template: ChatTemplate, effort: str) -> str | None:
-    chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
     try:
-        return render_chat(template, chat)
+        return render_chat(template, ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort))
     except TemplateLimitError:
         raise  # it says nothing of the template, and must not be remembered
     except RequestError:

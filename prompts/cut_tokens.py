@@ -29,7 +29,7 @@ class CutTokens:
 
     def __init__(self, added_tokens: Sequence[str], cut_tokens: Iterable[str]) -> None:
         """`added_tokens`: all that are found in a text before normalization. `cut_tokens`: those that allow a cut."""
-        self._pattern = re.compile(_build_trie_pattern(added_tokens)) if added_tokens else None
+        self._pattern = re.compile(_build_trie_pattern(added_tokens) if added_tokens else "(?!)")  # matches nothing
         self.texts = frozenset(cut_tokens)
 
     def find_cut(self, text: str, start: int = 0) -> int | None:
@@ -38,7 +38,7 @@ class CutTokens:
 
     def starts_with_cut(self, text: str) -> bool:
         """Return whether `text` begins with a cut token, so that any text before it can be encoded separately."""
-        match = None if self._pattern is None else self._pattern.match(text)
+        match = self._pattern.match(text)
         return match is not None and match.group() in self.texts
 
     def split(self, text: str) -> list[str]:
@@ -47,10 +47,9 @@ class CutTokens:
         return [text[start:end] for start, end in pairwise(positions) if start < end]
 
     def _find_cuts(self, text: str, start: int = 0) -> Iterator[int]:
-        if self._pattern is not None:
-            for match in self._pattern.finditer(text, start):
-                if match.group() in self.texts:
-                    yield match.start()
+        for match in self._pattern.finditer(text, start):
+            if match.group() in self.texts:
+                yield match.start()
 
 
 def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
