@@ -344,10 +344,9 @@ class ModelRunner:
             return []
         last_indices = step.selected.last_indices  # of the last token of each sequence that gets one
         last_hidden = hidden if last_indices is None else hidden[last_indices]
-        if step.sampling_inputs is None:
-            self.model.contribute_logits(last_hidden)
-            return []
         logits = self.model.compute_logits(last_hidden)
+        if logits is None or step.sampling_inputs is None:
+            return []
         has_nan = logits[:, 0].isnan()  # a hidden state with one NaN makes all its logits NaN
         tokens, logprobs = self._sampler.sample(logits, step.sampling_inputs)
         if self._last_tokens is not None:  # the next step may begin before the host has the tokens
@@ -369,11 +368,9 @@ class ModelRunner:
         logprobs_by_slab = []
         for start in range(0, token_count, slab_rows):
             slab = slice(start, min(start + slab_rows, token_count))
-            if self.model.samples_tokens:
-                logits = self.model.compute_logits(hidden[slab])
+            logits = self.model.compute_logits(hidden[slab])
+            if logits is not None:  # on rank 0, which samples
                 logprobs_by_slab.append(compute_token_logprobs(logits, tokens[slab], top_count))
-            else:  # this rank only computes its part of the logits, for the rank that samples
-                self.model.contribute_logits(hidden[slab])
         return [torch.cat(tensors) for tensors in zip(*logprobs_by_slab, strict=True)]
 
 

@@ -195,19 +195,13 @@ class CausalLM:
         normed, _ = self.norm.add(x, residual, context)
         return normed
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab].
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab]. All ranks must call this.
 
-        On rank 0 only; the other ranks must call `contribute_logits` with the same rows.
+        Returns None on all ranks but rank 0, to which they send their parts of the logits.
         """
-        assert self.samples_tokens, "whole logits are on rank 0 alone"
         logits = self.vocabulary.compute_logits(hidden)
-        assert logits is not None
-        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
-
-    def contribute_logits(self, hidden: Tensor) -> None:
-        """Compute this rank's part of the logits, and send it to rank 0."""
-        assert self.vocabulary.compute_logits(hidden) is None, "rank 0 makes logits"
+        return logits if logits is None or self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
 
 def _group_layers(layers: Sequence[tuple[int, Attention]]) -> list[list[tuple[int, Attention]]]:
