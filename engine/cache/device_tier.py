@@ -7,6 +7,7 @@ A block enters the tree when a step that computes it is planned (`attach`), and 
 from __future__ import annotations
 
 from engine.cache.blocks import Block, Node
+from engine.cache.event_log import Action
 from engine.cache.host_tier import HostTier
 from engine.cache.lru_eviction import LruOrder
 from engine.cache.pool import UnitPool
@@ -51,7 +52,7 @@ class DeviceTier:
         assert kind == FULL_KIND or node.has_computed(FULL_KIND), "announced before its prefix"
         assert node.parent is None or node.parent.has_computed(FULL_KIND), "announced before its parent"
         block.is_pending = False
-        self._tree.event_log.record_stored(kind, node)
+        self._tree.event_log.record(Action.STORED, kind, node)
         self._host_tier.discard_duplicate(block)
 
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:

@@ -52,43 +52,28 @@ class EventLog:
         """How events describe each kind of blocks."""
         self._changes: list[Change] = []
 
-    def record_stored(self, kind: int, node: Node) -> None:
-        """Record that the device has a computed block of `kind` at `node`."""
-        self._record(Action.STORED, kind, node, len(self._changes))
+    def record(self, action: Action, kind: int, node: Node) -> None:
+        """Record a change of the block of `kind` at `node`. It joins the change before it, if that is of its sort.
 
-    def record_removed(self, kind: int, node: Node) -> None:
-        """Record that the device has no block of `kind` at `node` any more."""
-        self._record(Action.REMOVED, kind, node, len(self._changes))
-
-    def record_demoted(self, kind: int, node: Node) -> None:
-        """Record that a block moved from the device (GPU) to host memory (CPU)."""
-        self._record(Action.DEMOTED, kind, node, len(self._changes))
-
-    def record_host_removed(self, kind: int, node: Node) -> None:
-        """Record that host memory dropped a block.
-
-        Mostly, the block made room for blocks that moved from the device ("demoted"). If these were recorded last, the
-        removal goes before them, so that later demotions can join theirs in one change. A block that was itself among
-        them must be removed after them.
+        Mostly, a block leaves host memory to make room for blocks that move there from the device ("demoted"). If these
+        were recorded last, the removal goes before them, so that later demotions can join theirs in one change. A block
+        that was itself among them must be removed after them.
         """
         index = len(self._changes)
-        last_change = self._changes[-1] if self._changes else None
-        if last_change is not None and last_change.action is Action.DEMOTED and (kind, node) not in last_change.blocks:
-            index -= 1
-        self._record(Action.HOST_REMOVED, kind, node, index)
-
-    def record_cleared(self) -> None:
-        """Record that both memories are empty."""
-        self._changes.append(Change(Action.CLEARED, FULL_KIND, {}))
-
-    def _record(self, action: Action, kind: int, node: Node, index: int) -> None:
-        """Add a block to the change before `index`, if the block fits there, else insert a change at `index`."""
+        if action is Action.HOST_REMOVED and index:
+            last_change = self._changes[-1]
+            if last_change.action is Action.DEMOTED and (kind, node) not in last_change.blocks:
+                index -= 1
         if index:
             last_action, last_kind, last_blocks = self._changes[index - 1]
             if last_action is action and (last_kind == kind or action is Action.DEMOTED):
                 last_blocks[kind, node] = None
                 return
         self._changes.insert(index, Change(action, kind, {(kind, node): None}))
+
+    def record_cleared(self) -> None:
+        """Record that both memories are empty."""
+        self._changes.append(Change(Action.CLEARED, FULL_KIND, {}))
 
     def drain(self) -> Iterator[Event] | None:
         """Return the changes since the last call as events, and forget them; None without changes.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.cache.blocks import Block, Node, StateBlock
+from engine.cache.event_log import Action
 from engine.cache.lru_eviction import LruOrder
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree, list_subtree
@@ -93,11 +94,11 @@ class HostTier:
         assert node is not None
         has_host_copy = node.has_host_block(kind)
         if not has_host_copy and keep_on_host and self._store(block, node):
-            event_log.record_demoted(kind, node)
+            event_log.record(Action.DEMOTED, kind, node)
             return
         if not has_host_copy and kind == FULL_KIND:
             self._drop_subtree(node)
-        event_log.record_removed(kind, node)
+        event_log.record(Action.REMOVED, kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
         """Plan the copy of a device block to host memory, for its prefix tree `node`; return False if there is no room.
@@ -182,7 +183,7 @@ class HostTier:
         """Take a host block out of its node, and announce its removal. The node may be left without blocks."""
         node, kind = host_block.node, host_block.kind
         assert node is not None
-        self._tree.event_log.record_host_removed(kind, node)
+        self._tree.event_log.record(Action.HOST_REMOVED, kind, node)
         node.host_blocks[kind] = None
         host_block.node = None
 

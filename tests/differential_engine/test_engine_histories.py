@@ -14,6 +14,7 @@ from compare_engines import DIGESTS, HISTORY_COUNT, ROOT, SEEDS_PER_DIGEST, comb
 from engine_history import compute_digest, play_history
 
 from engine.cache import state_checkpoints
+from engine.cache.blocks import Node
 from engine.cache.event_log import Action, Change, EventLog
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
@@ -71,11 +72,15 @@ def host_memory_takes_nothing(patch: Patch) -> None:
 
 
 def removed_blocks_are_announced_one_by_one(patch: Patch) -> None:
-    patch.setattr(
-        EventLog,
-        "record_removed",
-        lambda self, kind, node: self._changes.append(Change(Action.REMOVED, kind, {(kind, node): None})),
-    )
+    real = EventLog.record
+
+    def record(self: EventLog, action: Action, kind: int, node: Node) -> None:
+        if action is Action.REMOVED:
+            self._changes.append(Change(action, kind, {(kind, node): None}))
+        else:
+            real(self, action, kind, node)
+
+    patch.setattr(EventLog, "record", record)
 
 
 def gaps_are_learned_twice_as_long(patch: Patch) -> None:

@@ -19,7 +19,7 @@ POINTS_OF_STORE: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "write": lambda engine: (engine.exchange._memory, "write_blocks"),
     "attach": lambda engine: (engine.cache.device_tier, "attach"),
     "commit": lambda engine: (engine.cache.device_tier, "commit"),
-    "announce": lambda engine: (engine.cache.tree.event_log, "record_stored"),
+    "announce": lambda engine: (engine.cache.tree.event_log, "record"),
     "promote": lambda engine: (engine.cache.host_tier, "discard_duplicate"),
 }
 POINTS_OF_READ: dict[str, Callable[[Engine], tuple[Any, str]]] = {

@@ -53,7 +53,7 @@ Patch = pytest.MonkeyPatch
 
 def eviction_without_cascade(patch: Patch) -> None:
     def evict(self: DeviceTier, block: Any) -> None:
-        self._tree.event_log.record_removed(block.kind, block.node)
+        self._tree.event_log.record(Action.REMOVED, block.kind, block.node)
         block.node.children = {}
         self._unlink(block)
         self.pool.drop(block)
@@ -61,8 +61,21 @@ def eviction_without_cascade(patch: Patch) -> None:
     patch.setattr(DeviceTier, "evict", evict)
 
 
+def replace_record(patch: Patch, action: Action, other_action: Action | None) -> None:
+    """Record another action instead of one, or nothing."""
+    real = EventLog.record
+
+    def record(self: EventLog, recorded_action: Action, kind: int, node: Node) -> None:
+        if recorded_action is not action:
+            real(self, recorded_action, kind, node)
+        elif other_action is not None:
+            real(self, other_action, kind, node)
+
+    patch.setattr(EventLog, "record", record)
+
+
 def eviction_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "record_removed", lambda self, kind, node: None)
+    replace_record(patch, Action.REMOVED, None)
 
 
 def eviction_of_parents_first(patch: Patch) -> None:
@@ -84,7 +97,7 @@ def announced_when_reserved(patch: Patch) -> None:
 
     def attach(self: DeviceTier, node: Node, block: Any) -> None:
         real(self, node, block)
-        self._tree.event_log.record_stored(block.kind, node)
+        self._tree.event_log.record(Action.STORED, block.kind, node)
 
     patch.setattr(DeviceTier, "attach", attach)
     patch.setattr(DeviceTier, "commit", lambda self, block: setattr(block, "is_pending", False))
@@ -318,11 +331,11 @@ def host_copy_kept_beside_the_device(patch: Patch) -> None:
 
 
 def host_eviction_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "record_host_removed", lambda self, kind, node: None)
+    replace_record(patch, Action.HOST_REMOVED, None)
 
 
 def move_to_the_host_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "record_demoted", EventLog.record_removed)
+    replace_record(patch, Action.DEMOTED, Action.REMOVED)
 
 
 def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
@@ -351,7 +364,7 @@ def loaded_block_announced_when_planned(patch: Patch) -> None:
     def begin_step(self: StepLog) -> None:
         for item in self._planning_step.work:
             if isinstance(item, HostLoad):
-                self._tree.event_log.record_stored(item.block.kind, item.host_block.node)  # type: ignore[arg-type]
+                self._tree.event_log.record(Action.STORED, item.block.kind, item.host_block.node)  # type: ignore[arg-type]
         real(self)
 
     patch.setattr(StepLog, "begin_step", begin_step)
