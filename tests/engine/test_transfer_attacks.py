@@ -457,8 +457,8 @@ def test_an_engine_that_only_waits_for_a_pull_sleeps(short_waits: None, expected
 
     with Engine() as consumer, socket.create_server(("127.0.0.1", 0)) as silent_host, closing(CoreSocket(sock)) as core:
         consumer.core.step = step  # type: ignore[method-assign]
-        executor = SimpleNamespace(model=SimpleNamespace(get_simulation_lag=lambda: None))
-        engine: Any = SimpleNamespace(core=consumer.core, executor=executor, publisher=None)
+        model = SimpleNamespace(get_simulation_lag=lambda: None)
+        engine: Any = SimpleNamespace(core=consumer.core, model=model, publisher=None)
         consumer.add("a", TEXT, KVSource(*silent_host.getsockname()))
         CoreLoop(engine, core).run()
         check_failed(consumer, "unreachable", expected)

@@ -194,9 +194,8 @@ class BrokenModel(FakeModel):
 def test_a_checkpoint_that_raises_anything_is_refused() -> None:
     with Engine() as engine:
         engine.core._model = BrokenModel()
-        assembled = SimpleNamespace(
-            core=engine.core, executor=SimpleNamespace(model=SimpleNamespace(get_simulation_lag=None)), publisher=None
-        )
+        model = SimpleNamespace(get_simulation_lag=None)
+        assembled = SimpleNamespace(core=engine.core, model=model, publisher=None)
         loop = CoreLoop(assembled, SimpleNamespace())  # type: ignore[arg-type]
         assert loop._execute_call(CallCore(1, "reload")) == "reload: TypeError: 'int' object is not iterable"
         assert loop._execute_call(CallCore(2, "sleep")) is None
