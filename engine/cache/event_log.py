@@ -60,15 +60,15 @@ class EventLog:
         that was itself among them must be removed after them.
         """
         index = len(self._changes)
-        if action is Action.HOST_REMOVED and index:
-            last_change = self._changes[-1]
-            if last_change.action is Action.DEMOTED and (kind, node) not in last_change.blocks:
-                index -= 1
-        if index:
-            last_action, last_kind, last_blocks = self._changes[index - 1]
-            if last_action is action and (last_kind == kind or action is Action.DEMOTED):
-                last_blocks[kind, node] = None
+        while index:
+            earlier_action, earlier_kind, earlier_blocks = self._changes[index - 1]
+            if earlier_action is action and (earlier_kind == kind or action is Action.DEMOTED):
+                earlier_blocks[kind, node] = None
                 return
+            follows_last_demotions = earlier_action is Action.DEMOTED and index == len(self._changes)
+            if action is not Action.HOST_REMOVED or not follows_last_demotions or (kind, node) in earlier_blocks:
+                break
+            index -= 1
         self._changes.insert(index, Change(action, kind, {(kind, node): None}))
 
     def record_cleared(self) -> None:
