@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Kernels, PagedKV, RaggedBatch, sampling
-from kernels.interface import make_block_table
+from kernels.host_copies import upload
+from kernels.interface import BlockTable
 from kernels.reference.backend import ReferenceKernels
 
 BLOCK_SIZE = 16
@@ -93,9 +94,11 @@ class Bench:
         blocks = -(-context // BLOCK_SIZE)
         unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
         kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
-        table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+        host_blocks = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+        (start_rows,) = upload([kv.compute_block_rows(host_blocks).T], self.device)
+        table = BlockTable(host_blocks, start_rows.view(blocks, count), np.arange(count))
         batch = RaggedBatch.from_positions([context_before] * count, [context] * count)
-        plan = ops.plan_attention(batch, make_block_table(table, kv), kv, None)
+        plan = ops.plan_attention(batch, table, kv, None)
         q = self.random(count * queries, s.heads, s.dim)
         k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
         pairs = count * (queries * context_before + queries * (queries + 1) / 2)

@@ -17,8 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.host_copies import upload
-
 IntArray = npt.NDArray[np.int64]
 
 
@@ -146,14 +144,6 @@ class BlockTable:
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """Return the pool row in which each token of the batch stores its K in layer 0: [tokens]."""
         return self.find_rows(batch.compute_sequence_indices(), batch.positions, kv)
-
-
-def make_block_table(blocks: IntArray, kv: PagedKV) -> BlockTable:
-    """Make the table of one step from [sequences, blocks]. Entries past a context may be outside the pool."""
-    block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
-    start_rows = kv.compute_block_rows(np.clip(blocks, 0, block_count - 1))
-    (block_start_rows,) = upload([start_rows.T], kv.buffer.device)
-    return BlockTable(blocks, block_start_rows.view(blocks.shape[1], -1), np.arange(len(blocks)))
 
 
 def ceil_div(count: int, size: int) -> int:

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from block_tables import make_block_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, RaggedBatch
-from kernels.interface import make_block_table
 from kernels.sampling import DrawSettings
 from kernels.triton.backend import TritonKernels
 

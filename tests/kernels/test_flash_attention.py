@@ -18,8 +18,8 @@ import torch
 
 from kernels import PagedKV, RaggedBatch, backends, select_kernels
 from kernels.flash_attention import view_overlapping_pages
-from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels, attend
+from tests.kernels.block_tables import make_block_table
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("stand-ins are for CPU tensors: set TRITON_INTERPRET=1", allow_module_level=True)

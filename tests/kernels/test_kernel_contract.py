@@ -13,8 +13,8 @@ import torch
 from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
 from kernels.cpu.packed import BlockedMatrix, NativeMatrix, pack_matrix, should_use_native_products
-from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
+from tests.kernels.block_tables import make_block_table
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")

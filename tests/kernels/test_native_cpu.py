@@ -12,8 +12,8 @@ import torch
 from kernels import PagedKV, RaggedBatch
 from kernels.cpu import _native
 from kernels.cpu.backend import CpuKernels
-from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
+from tests.kernels.block_tables import make_block_table
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

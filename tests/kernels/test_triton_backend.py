@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kernels import PagedKV, RaggedBatch, select_kernels
-from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
+from tests.kernels.block_tables import make_block_table
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
