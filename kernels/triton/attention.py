@@ -103,8 +103,7 @@ def attend_keys(
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
 def decode_attention(
     q_ptr, out_ptr, part_ptr, part_log2_sum_ptr, cache_ptr, table_ptr, lens_ptr, q_token_stride, q_head_stride,
-    table_block,
-    layer_row, scale,
+    table_block, layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
@@ -136,9 +135,8 @@ def decode_attention(
     if SPLIT:  # noqa: SIM102 - known when it is compiled
         if start >= end:  # a short context has fewer parts: `combine_splits` ignores parts without weight
             part_index = (seq * heads + kv_head * GROUP + group_head) * splits + split
-            tl.store(
-                part_log2_sum_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP
-            )
+            no_weight = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
+            tl.store(part_log2_sum_ptr + part_index, no_weight, group_head < GROUP)
             return
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + group_head
@@ -159,9 +157,8 @@ def decode_attention(
         tl.store(part_ptr + part_index[:, None] * DIM + dim[None, :], acc, query_mask)
         tl.store(part_log2_sum_ptr + part_index, peak + tl.log2(weight_sum), group_head < GROUP)
     else:
-        tl.store(
-            out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), query_mask
-        )
+        out_ptrs = out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), query_mask)
 
 
 @launch_cheaply
@@ -197,8 +194,7 @@ def combine_splits(
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
 def prefill_attention(
     q_ptr, out_ptr, cache_ptr, table_ptr, starts_ptr, lens_ptr, tile_seq_ptr, tile_query_ptr, q_token_stride,
-    q_head_stride,
-    table_block, layer_row, scale, heads,
+    q_head_stride, table_block, layer_row, scale, heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
@@ -224,11 +220,8 @@ def prefill_attention(
     head = kv_head * GROUP + tile_row % GROUP
     query_mask = ((tile_row < BLOCK_Q * GROUP) & (query_index < query_count))[:, None] & (dim < DIM)[None, :]
     token = (first_token + query_index).to(tl.int64)
-    q = tl.load(
-        q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-        mask=query_mask,
-        other=0.0,
-    )
+    q_ptrs = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+    q = tl.load(q_ptrs, mask=query_mask, other=0.0)
     query_positions = first_position + query_index
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), tl.float32)

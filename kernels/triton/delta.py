@@ -110,16 +110,11 @@ def prepare_delta_chunks(
     decay_sum = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
     row = chunk_offset[:, None]
     column = chunk_offset[None, :]
-    pair_decay = tl.exp(
-        tl.where(row >= column, (decay_sum[:, None] - decay_sum[None, :]).to(tl.float32), float("-inf"))
-    )
-    pair_decay = pair_decay * k_scale[None, :]
+    differences = (decay_sum[:, None] - decay_sum[None, :]).to(tl.float32)
+    pair_decay = tl.exp(tl.where(row >= column, differences, float("-inf"))) * k_scale[None, :]
     head_row = token * heads + head
-    tl.store(
-        inner_ptr + head_row[:, None] * CHUNK + column,
-        inner * pair_decay * q_scale[:, None],
-        mask=is_valid[:, None],
-    )
+    inner_ptrs = inner_ptr + head_row[:, None] * CHUNK + column
+    tl.store(inner_ptrs, inner * pair_decay * q_scale[:, None], mask=is_valid[:, None])
 
     system = system * pair_decay * (rate * k_scale)[:, None]
     inverse = tl.where(row == column, 1.0, 0.0)

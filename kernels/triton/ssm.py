@@ -53,9 +53,8 @@ def advance_ssm_state(
     c = tl.load(c_ptrs, mask=in_state, other=0.0).to(tl.float32)
     dt = tl.load(dt_ptr + token * heads + head).to(tl.float32)
     decay = tl.exp(dt * tl.load(rate_ptr + head).to(tl.float32))
-    state_ptrs = (
-        states_ptr + unit * states_unit_stride + head * (DIM * STATE) + dim[:, None] * STATE + state_dim[None, :]
-    )
+    state_ptr = states_ptr + unit * states_unit_stride + head * (DIM * STATE)
+    state_ptrs = state_ptr + dim[:, None] * STATE + state_dim[None, :]
     mask = in_dim[:, None] & in_state[None, :]
     state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32) * decay + (x * dt)[:, None] * b[None, :]
     tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
@@ -120,9 +119,8 @@ def scan_ssm_chunks(
     rate = tl.load(rate_ptr + head).to(tl.float32)
     skip = tl.load(skip_ptr + head).to(tl.float32)
     unit = tl.load(units_ptr + seq).to(tl.int64)
-    state_ptrs = (
-        states_ptr + unit * states_unit_stride + head * (DIM * STATE) + dim[:, None] * STATE + state_dim[None, :]
-    )
+    state_ptr = states_ptr + unit * states_unit_stride + head * (DIM * STATE)
+    state_ptrs = state_ptr + dim[:, None] * STATE + state_dim[None, :]
     state = tl.load(state_ptrs, mask=in_dim[:, None] & in_state[None, :], other=0.0).to(tl.float32)
     chunk_offset = tl.arange(0, CHUNK)
     is_causal = chunk_offset[:, None] >= chunk_offset[None, :]
@@ -135,17 +133,12 @@ def scan_ssm_chunks(
         dt = tl.load(dt_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
         decay_sum = tl.cumsum((dt * rate).to(tl.float64), 0)
         last_decay_sum = tl.min(decay_sum, 0)  # decays are not positive, so the sum only falls
-        c = tl.load(
-            c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :],
-            mask=mask_s,
-            other=0.0,
-        )
-        out = tl.dot(c.to(tl.float32), tl.trans(state), input_precision=PRECISION)
+        c_ptrs = c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :]
+        c = tl.load(c_ptrs, mask=mask_s, other=0.0).to(tl.float32)
+        out = tl.dot(c, tl.trans(state), input_precision=PRECISION)
         out = out * tl.exp(decay_sum.to(tl.float32))[:, None]
-        x = tl.load(
-            x_ptr + token[:, None] * x_token_stride + head * x_head_stride + dim[None, :], mask=mask_x, other=0.0
-        )
-        x = x.to(tl.float32)
+        x_ptrs = x_ptr + token[:, None] * x_token_stride + head * x_head_stride + dim[None, :]
+        x = tl.load(x_ptrs, mask=mask_x, other=0.0).to(tl.float32)
         scaled_x = x * dt[:, None]
         pair_decay = tl.exp(tl.where(is_causal, subtract_pairwise(decay_sum), float("-inf")))
         score_rows = (token * (heads // PER_GROUP) + group)[:, None] * CHUNK + chunk_offset[None, :]
@@ -154,11 +147,8 @@ def scan_ssm_chunks(
         target = out_ptr + (token * heads + head)[:, None] * DIM + dim[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_x)
         decayed_x = scaled_x * tl.exp((last_decay_sum - decay_sum).to(tl.float32))[:, None]
-        b = tl.load(
-            b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :],
-            mask=mask_s,
-            other=0.0,
-        )
+        b_ptrs = b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :]
+        b = tl.load(b_ptrs, mask=mask_s, other=0.0)
         state = state * tl.exp(last_decay_sum.to(tl.float32))
         state = tl.dot(tl.trans(decayed_x), b.to(tl.float32), state, input_precision=PRECISION)
     tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])
