@@ -104,10 +104,6 @@ class RaggedBatch:
         positions = np.arange(query_starts[-1]) + position_offsets
         return RaggedBatch(query_starts, end_positions, positions=positions, decode_count=decode_count)
 
-    def compute_sequence_indices(self) -> IntArray:
-        """Return [tokens]: index of the sequence of each query."""
-        return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
-
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums: fp64 stays, everything else becomes fp32."""
@@ -143,7 +139,8 @@ class BlockTable:
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """Return the pool row in which each token of the batch stores its K in layer 0: [tokens]."""
-        return self.find_rows(batch.compute_sequence_indices(), batch.positions, kv)
+        sequence_of_token = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))
+        return self.find_rows(sequence_of_token, batch.positions, kv)
 
 
 def ceil_div(count: int, size: int) -> int:

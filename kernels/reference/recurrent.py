@@ -19,11 +19,6 @@ from kernels.interface import get_accumulation_dtype
 CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
-StepFunction = Callable[..., Tensor]
-"""Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
-ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Function of up to CHUNK_TOKENS tokens of one sequence: (inputs [tokens, ..], state) -> outputs and last state."""
-
 
 class PromptSpan(NamedTuple):
     """A prompt of a batch: its tokens [start, end) in the batch, and the memory unit that holds its state."""
@@ -80,14 +75,15 @@ def _run_recurrence(
     out: Tensor,
     states: Tensor,
     plan: StatePlan,
-    advance_tokens: StepFunction,
-    advance_chunk: ChunkFunction,
+    advance_tokens: Callable[..., Tensor],
+    advance_chunk: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
     """Run a recurrence over a batch of sequences: fill `out` [tokens, ..], and update the sequences' states in place.
 
-    The batch begins with the decoding sequences, of one token each: `advance_tokens` computes all of them at once. The
-    prompts follow, each of which `advance_chunk` computes in chunks. `inputs`: arguments of both functions, [tokens,
-    ..] each. `states`: [units, ..].
+    The batch begins with the decoding sequences, of one token each: `advance_tokens` computes all of them at once,
+    updates their states [sequences, ..] in place, and returns the outputs. The prompts follow: `advance_chunk` gets a
+    chunk of one prompt and its state, and returns the outputs and the next state. `inputs`: [tokens, ..] each, passed
+    to both. `states`: [units, ..].
     """
     dtype = inputs[0].dtype
     decode_count = len(plan.decode_units)
@@ -142,9 +138,8 @@ def _scale_to_unit_length(x: Tensor) -> Tensor:
 def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
     """Apply the gated delta rule to one token of each of n sequences. Return the outputs; `state` changes in place.
 
-    For each head: the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
-    output is what it holds for the query q. q, k: [n, value_heads, key_dim], repeated for the value heads that share a
-    key head. The other shapes are those of `gated_delta`, with n instead of tokens and units.
+    q, k: [n, value_heads, key_dim], repeated for the value heads that share a key head. The other shapes are those of
+    `gated_delta`, with n instead of tokens and units.
     """
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
@@ -200,7 +195,6 @@ def state_space(
 def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
     """Apply Mamba-2's recurrence to one token of each of n sequences. Return the outputs; `state` changes in place.
 
-    For each head: state <- exp(log_decay) state + x b^T; output = state c.
     x: [n, heads, head_dim], multiplied by dt; log_decay: [n, heads]; b, c: [n, groups, state_dim].
     """
     heads_per_group = x.shape[1] // b.shape[1]

@@ -116,15 +116,17 @@ def apply_experts(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, 
     """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
     (token, expert) pairs are the rows of two matrix products. They are sorted by expert, on the device, so that a tile
-    of rows needs the weights of one expert. x: [tokens, hidden]. expert_ids, weights: [tokens, top_k]. An expert is a
-    gated MLP: gate_up is [experts, 2 * size, hidden], down is [experts, hidden, size].
+    of rows needs the weights of one expert. `ReferenceKernels.apply_experts` gives the shapes.
     """
     num_tokens, hidden = x.shape
     num_experts, _, size = down.shape
     top_k = expert_ids.shape[1]
     row_count = num_tokens * top_k
     is_float32 = x.element_size() > 2
-    block_m = _choose_expert_rows(row_count, num_experts, is_float32=is_float32)
+    # Twice the rows of an average expert, so that one tile does for most experts. A matrix product on the GPU needs 16
+    # rows; the maximum bounds what one program holds.
+    rows_max = 16 if is_float32 else 64
+    block_m = round_up_to_power_of_two(min(max(2 * row_count // num_experts, 16), rows_max))
     block_n = 64
     constants = {
         "BLOCK_M": block_m,
@@ -148,13 +150,3 @@ def apply_experts(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, 
         inner, down, weights, outputs, *sorted_rows, size, size, hidden, top_k, GATED=False, **constants
     )
     return outputs.sum(1).to(x.dtype)
-
-
-def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int:
-    """Return how many rows one program multiplies by an expert's weights.
-
-    Twice the rows of an average expert, so that one program does for most experts. At least 16, which a matrix product
-    on the GPU needs, and at most 64 (16 of float32), which bounds what one program holds.
-    """
-    rows_max = 16 if is_float32 else 64
-    return round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), rows_max))

@@ -1,6 +1,7 @@
 """The recurrent operations of the Triton backend, and how their kernels are launched over a batch.
 
-A batch begins with the decoding sequences, of one token each, which take one launch together. Prompts take two.
+`kernels.reference.recurrent` defines the operations, and gives the shapes. A batch begins with the decoding sequences,
+of one token each, which take one launch together. Prompts take two.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -29,11 +30,7 @@ from kernels.triton.plan import (
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
-    """Apply a causal depthwise convolution: each output channel is a weighted sum of its last `width` inputs.
-
-    x and the result: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of
-    each sequence before this step's tokens, updated in place. A sequence's index in `tails` is in `plan.units`.
-    """
+    """Apply a causal depthwise convolution: each output channel is a weighted sum of its last `width` inputs."""
     num_tokens, channels = x.shape
     width = weight.shape[1]
     assert x.stride(1) == tails.stride(2) == 1
@@ -68,10 +65,7 @@ def gated_delta(
     """Apply the gated delta rule (linear attention) to a batch: update the sequences' states, and return the outputs.
 
     Of prompts, a first launch does the work that needs no state, for all chunks of `STATE_CHUNK` tokens at once. A
-    second one passes each state from chunk to chunk. `kernels.reference.recurrent` defines the rule.
-
-    q, k: [tokens, key_heads, key_dim]. v and the result: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads].
-    states: [units, heads, key_dim, value_dim], updated in place; a sequence's index in it is in `plan.units`.
+    second one passes each state from chunk to chunk.
     """
     num_tokens, num_heads, value_dim = v.shape
     key_dim = q.shape[2]
@@ -119,12 +113,7 @@ def gated_delta(
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Apply Mamba-2's recurrence to a batch: update the sequences' states, and return the outputs.
-
-    x and the result: [tokens, heads, head_dim]. dt: [tokens, heads]. rate, skip: [heads]. b, c: [tokens, groups,
-    state_dim]. states: [units, heads, head_dim, state_dim], updated in place; a sequence's index in it is in
-    `plan.units`.
-    """
+    """Apply Mamba-2's recurrence to a batch: update the sequences' states, and return the outputs."""
     num_tokens, num_heads, head_dim = x.shape
     num_groups, state_dim = b.shape[1:]
     assert states.stride()[1:] == (head_dim * state_dim, state_dim, 1)
