@@ -31,8 +31,7 @@ class CpuKernels(ReferenceKernels):
         elems_per_row = kv.elems_per_row
         layout = _native.Layout(
             kv.buffer.numel() // elems_per_row, kv.elems_per_unit // elems_per_row, kv.blocks_per_unit, kv.block_size,
-            kv.num_layers,
-            kv.num_kv_heads, kv.head_dim,
+            kv.num_layers, kv.num_kv_heads, kv.head_dim,
         )  # fmt: skip
         blocks = table.select_blocks(batch, kv)
         assert window is None or window > 0

@@ -53,16 +53,14 @@ class NativeMatrix:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(num_tokens, self.num_outputs, dtype=torch.bfloat16)
-        bias_address = 0
         if bias is not None:
             assert bias.shape == (self.num_outputs,)
             assert bias.dtype == torch.bfloat16
             bias = bias.contiguous()
-            bias_address = bias.data_ptr()
         _native.product(
             x.data_ptr(), num_tokens, x.stride(0),
             self.panels.data_ptr(), self.num_outputs, num_inputs,
-            bias_address, out.data_ptr(), torch.get_num_threads(),
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -81,13 +79,12 @@ class BlockedMatrix:
         """Return x @ W^T + bias in bf16. x: [tokens, inputs]; the result: [tokens, outputs]."""
         if self.native_copy is not None and x.shape[0] * self.weight.numel() <= SMALL_PRODUCT_MAX:
             return self.native_copy.multiply(x, bias)
-        return cast(Tensor, _linear(x, self.weight, bias, "none", _NO_SCALARS, ""))
+        return cast(Tensor, _linear(x, self.weight, bias, "none", [], ""))
 
 
 PackedMatrix = NativeMatrix | BlockedMatrix
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
-_NO_SCALARS: list[float] = []
 
 
 @cache

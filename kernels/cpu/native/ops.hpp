@@ -89,15 +89,6 @@ struct Variant {
     Ops bf16, fp32;
 };
 
-extern const Variant baseline_variant;
-#ifdef BLOCKCAST_X86_VARIANTS
-extern const Variant avx2_variant, avx512_variant;
-#endif
-#ifdef BLOCKCAST_AVX512BF16_VARIANT
-extern const Variant avx512bf16_variant;
-#endif
-#ifdef BLOCKCAST_AMX_VARIANT
-extern const Variant amx_variant;
-#endif
+extern const Variant baseline_variant, avx2_variant, avx512_variant, avx512bf16_variant, amx_variant;
 
 }  // namespace blockcast
