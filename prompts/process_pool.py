@@ -105,11 +105,18 @@ class WorkerProcess:
                 with parent_socket:
                     self._stream = parent_socket.makefile("rwb")
         # The socket is used without the lock: it may block until the child is killed, and `kill` needs the lock.
-        if is_new:
-            pickle.dump(self._setup_message, self._stream)
-        pickle.dump(task, self._stream)
-        self._stream.flush()
-        task_result: _TaskResult = pickle.load(self._stream)
+        try:
+            if is_new:
+                pickle.dump(self._setup_message, self._stream)
+            pickle.dump(task, self._stream)
+            self._stream.flush()
+            task_result: _TaskResult = pickle.load(self._stream)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            self.kill()
+            # The error refers to this process, so that only the garbage collector would close its socket, late.
+            with contextlib.suppress(OSError):  # a task in the buffer that was never sent
+                self._stream.close()
+            raise
         return task_result
 
     def is_running(self) -> bool:

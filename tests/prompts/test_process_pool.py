@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -53,6 +54,30 @@ def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(mon
         assert all(child.poll() is not None for child in children)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def end_process(_: str) -> None:
+    os._exit(1)
+
+
+def test_the_socket_of_a_process_that_ended_by_itself_is_closed_without_the_garbage_collector() -> None:
+    """Bodies that need too much memory end processes, each of which left a socket open."""
+
+    async def run() -> None:
+        pool = ProcessPool((begin, ()), 1, 4 << 30)
+        files_before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(WorkerProcessError, match="EOFError"):
+                async with pool.acquire() as process:
+                    await process.call(60.0, end_process)
+        assert len(os.listdir("/proc/self/fd")) == files_before
+        pool.close()
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(run(), 120))
+    finally:
+        gc.enable()
 
 
 SERVER = """
