@@ -64,8 +64,9 @@ class WorkerProcess:
         self._executor = executor
         self._stream: Any = None
         self._is_killed = False
-        self._start_lock = threading.Lock()
-        """Held while the child is started, so that `kill` finds every child."""
+        self._is_stream_in_use = False
+        self._lock = threading.Lock()
+        """Held while the child is started, so that `kill` finds every child, and while the stream is closed."""
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """Compute `work(setup_result, *arguments)` in the worker process, and return the result.
@@ -96,7 +97,7 @@ class WorkerProcess:
         A child reads pickles from its socket: once the setup message, then tasks. It answers each task with a result.
         Raises EOFError or OSError if the child ends, or if it was to be killed while the task waited for a thread.
         """
-        with self._start_lock:
+        with self._lock:
             if self._is_killed:
                 raise EOFError("killed before it was started")
             is_new = self.child is None
@@ -104,7 +105,8 @@ class WorkerProcess:
                 self.child, parent_socket = start_child("prompts.process_pool")
                 with parent_socket:
                     self._stream = parent_socket.makefile("rwb")
-        # The socket is used without the lock: it may block until the child is killed, and `kill` needs the lock.
+            self._is_stream_in_use = True
+        # The stream is used without the lock: it may block until the child is killed, and `kill` needs the lock.
         try:
             if is_new:
                 pickle.dump(self._setup_message, self._stream)
@@ -112,21 +114,30 @@ class WorkerProcess:
             self._stream.flush()
             task_result: _TaskResult = pickle.load(self._stream)
         except (OSError, EOFError, pickle.UnpicklingError):
-            self.kill()
-            # The error refers to this process, so that only the garbage collector would close its socket, late.
-            with contextlib.suppress(OSError):  # a task in the buffer that was never sent
-                self._stream.close()
+            self.kill()  # now, because the error refers to this process and may keep it for long
             raise
+        finally:
+            with self._lock:
+                self._is_stream_in_use = False
+                if self._is_killed:
+                    self._close_stream()
         return task_result
 
     def is_running(self) -> bool:
         return self.child is not None and self.child.poll() is None
 
     def kill(self) -> None:
-        with self._start_lock:
+        """Kill the child. A thread that waits for its result closes the stream."""
+        with self._lock:
             self._is_killed = True
             if self.child is not None:
                 self.child.kill()
+                if not self._is_stream_in_use:
+                    self._close_stream()
+
+    def _close_stream(self) -> None:
+        with contextlib.suppress(OSError):  # the rest of a message cannot be sent to a killed child
+            self._stream.close()
 
 
 class ProcessPool:
