@@ -117,11 +117,14 @@ class WorkerProcess:
             self.kill()  # now, because the error refers to this process and may keep it for long
             raise
         finally:
-            with self._lock:
-                self._is_stream_in_use = False
-                if self._is_killed:
-                    self._close_stream()
+            self._release_stream()
         return task_result
+
+    def _release_stream(self) -> None:
+        with self._lock:
+            self._is_stream_in_use = False
+            if self._is_killed:
+                self._close_stream()
 
     def is_running(self) -> bool:
         return self.child is not None and self.child.poll() is None
