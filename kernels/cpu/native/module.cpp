@@ -267,6 +267,9 @@ NB_MODULE(_native, module) {
     module.def("has_products", [] { return chosen->bf16.product != nullptr; });
     module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
                              Address out, i64 threads) {
+        if (chosen->bf16.product == nullptr) {
+            throw std::runtime_error(std::string("products need fused multiply-add, which is not in ") + chosen->name);
+        }
         const nb::gil_scoped_release released;
         multiply(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows, inputs,
                          outputs, x_stride},
