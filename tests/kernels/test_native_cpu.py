@@ -26,6 +26,13 @@ def ops(request):
     _native.use(_native.instruction_sets()[0])
 
 
+def test_products_without_fused_multiply_add_are_refused(ops):
+    if _native.has_products():
+        pytest.skip("this instruction set has it")
+    with pytest.raises(RuntimeError, match="products need fused multiply-add, which is not in baseline"):
+        _native.product(0, 1, 1, 0, 1, 1, 0, 0, 1)
+
+
 @pytest.fixture(params=list(TOLERANCE), ids=str)
 def dtype(request):
     return request.param
