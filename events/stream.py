@@ -422,7 +422,10 @@ class StreamState:
         return self._request.id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the live batches that arrived before a reply ended, and go live; request again what is missing."""
+        """Apply the live batches that arrived before a reply ended, and go live; request again what is missing.
+
+        Live batches below the next number were in the reply, too. If their bytes differ, the publisher has restarted.
+        """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None
@@ -443,7 +446,7 @@ class StreamState:
         if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
             return [*instructions, *self._request_again(f"replay never brings seq {self._next_seq}", now)]
         is_tail_check = self.phase is StreamPhase.REPAIR and self._repair.is_tail_check
-        if not is_tail_check:
+        if not is_tail_check:  # which was made because of a silence, and does not end it
             self._silence_began_at = now
         self._enter_live()
         return instructions

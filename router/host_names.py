@@ -49,7 +49,10 @@ class HostNames(AbstractResolver):
         """Look-ups that have not ended, by host."""
 
     async def look_up(self, host: str, port: int) -> list[AddressInfo]:
-        """Return the addresses of a host, which may be an IP address itself. Raises OSError, UnicodeError."""
+        """Return the addresses of a host, which may be an IP address itself. Raises OSError, UnicodeError.
+
+        Once a host's addresses are known, a name server that needs over LOOKUP_S_MAX is not waited for.
+        """
         if is_ip_address(host):
             return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         lookup = self._lookups.get(host)

@@ -87,8 +87,9 @@ class HostTier:
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Keep a block that the device is about to evict in host memory, and record the move for the KV cache events.
 
-        Without `keep_on_host`, or without room, the block is recorded as removed. No prompt can use the blocks after a
-        removed full-attention block, so host memory drops these, too.
+        A block without a host copy is copied if `keep_on_host` is set and there is room. Any other block is recorded as
+        removed from the device. If that was the last copy of a full-attention block, no prompt can use the blocks after
+        it, so host memory drops these, too.
         """
         node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None

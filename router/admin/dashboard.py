@@ -201,7 +201,8 @@ class Dashboard:
         self._proxy.explains_decisions = True
         after_s = _read_after(request)
         rows = [row for row in self._decisions if row["at"] > after_s]
-        for row in rows:  # once, however many pages ask: 60 decisions among 500 workers take 26 ms
+        # Each row is encoded once, for all pages that ask: 60 decisions among 500 workers take 26 ms. (Raw stays Raw.)
+        for row in rows:
             row["candidates"] = msgspec.Raw(msgspec.json.encode(row["candidates"]))
         body = {
             "now": time.time(),
