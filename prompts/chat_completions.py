@@ -23,7 +23,7 @@ _ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(?P<half>\\u[dD][89a-fA-
 """Escapes in JSON; the group `half` is half of a surrogate pair without the other half."""
 _ESCAPES_SEARCHED_MAX = 1_000_000
 _LIST_INDEX = re.compile(r"\[[^\[\]]*\]")
-_PATH_STEP = re.compile(r"\[(?P<index>[^\]]*)\]|(?P<name>[^.\[]+)")
+_PATH_STEP = re.compile(r"\[(?P<index>[^\[\]]*)\]|(?P<name>[^.\[]+)")
 
 # What a client may ask. Each of these numbers has two ends and each text a longest length, so that none can overflow,
 # or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids, the context)

@@ -65,9 +65,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._requests._steps_in_flight = deque(self._steps_in_flight)
+        self._requests.steps_in_flight = deque(self._steps_in_flight)
         outputs = real(self, plan, result)
-        self._requests._steps_in_flight = self._steps_in_flight
+        self._requests.steps_in_flight = self._steps_in_flight
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
