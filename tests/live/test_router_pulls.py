@@ -126,6 +126,13 @@ def cached(usage: dict[str, Any]) -> int:
     return int(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("pulls"))
@@ -163,6 +170,8 @@ def test_a_source_that_is_lost_costs_its_requests_a_bounded_time(tmp_path: Path,
         fleet.await_indexed("chat", TEXT)
         if fault == "killed":
             fleet.engines[0].process.kill()
+            os.kill(core_pid, signal.SIGKILL)  # it would give its blocks for a moment longer
+            wait_until(lambda: has_ended(core_pid), "the core has ended")
         else:
             os.kill(core_pid, signal.SIGSTOP)
         answer_text, predicted_tokens, cached_tokens = fleet.send("chat", TEXT, "e1")
