@@ -75,37 +75,35 @@ class BoundaryRenderer:
         """
         source = self._select_source(inputs.chat)
         turn = None if prefix.has_late_system else read_plain_turn(messages, find_template_markers(source))
-        pieces = None if turn is None else self._find_pieces(prefix, inputs, turn, messages)
-        texts: Sequence[str] = ()
-        if turn is None or pieces is None:
-            text = self._render_after(prefix, inputs, messages)
-        else:  # equal turns with other texts were rendered before
+        if turn is None:
+            text, texts, pieces = self._render_after(prefix, inputs, messages), [], None
+        else:
             texts = turn.texts
-            text = pieces.fill(texts)
+            text, pieces = self._render_turn(prefix, inputs, turn, messages)
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, prefix, inputs, messages, text, texts, pieces)
 
-    def _find_pieces(
+    def _render_turn(
         self, prefix: RenderedPlaceholders, inputs: TemplateInputs, turn: PlainTurn, messages: list[Message]
-    ) -> TurnPieces | None:
-        """Return what the template writes around the texts of new messages; None if it does more than insert them.
+    ) -> tuple[str | None, TurnPieces | None]:
+        """Return what the template writes for new messages, and the pieces around their texts, if it has such pieces.
 
-        To find that, the template writes the messages, and once more with random texts. The result is stored for later
-        turns that differ by nothing but their texts. `turn`: what `read_plain_turn` has read of `messages`.
+        The first of equal turns is rendered twice, once with random texts, to find the pieces. They save rendering the
+        later ones. `turn`: what `read_plain_turn` has read of `messages`. The text is None if the template refuses it.
         """
-        clock = read_clock(self._select_source(inputs.chat))
-        key = TurnKey(prefix.digest, inputs.digest, turn.frames, clock)
-        if key in self._pieces_by_turn:
-            return self._pieces_by_turn.get(key)
-        random_turn = turn.randomize()
+        key = TurnKey(prefix.digest, inputs.digest, turn.frames, read_clock(self._select_source(inputs.chat)))
+        pieces = self._pieces_by_turn.get(key)
+        if pieces is not None:
+            return pieces.fill(turn.texts), pieces
         text = self._render_after(prefix, inputs, messages)
-        random_text = self._render_after(prefix, inputs, random_turn.make_messages())
-        pieces = None
-        if text is not None and random_text is not None:
-            pieces = find_pieces(turn, text, random_turn, random_text)
-        self._pieces_by_turn[key] = pieces
-        return pieces
+        if text is not None and key not in self._pieces_by_turn:
+            random_turn = turn.randomize()
+            random_text = self._render_after(prefix, inputs, random_turn.make_messages())
+            if random_text is not None:
+                pieces = find_pieces(turn, text, random_turn, random_text)
+            self._pieces_by_turn[key] = pieces
+        return text, pieces
 
     def _select_source(self, chat: RoutingRequest) -> str:
         return self.template.select_source(has_tools=chat.tools is not None)
