@@ -17,7 +17,7 @@ import math
 
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
-from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer, TransferKind
+from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
 from router.edge.config import Timeouts
 from router.edge.continuation import build_continuation
 from router.edge.forwarded_heads import build_response_head
@@ -131,46 +131,56 @@ class Exchange:
             self._start_attempt()
 
     def on_prefill_computed(self) -> None:
-        """Record that another worker has computed the prompt, so that the chosen worker can fetch its KV and answer."""
-        prefill = self._prefill
+        """Send the request to the chosen worker, because another worker has computed the prompt for it.
+
+        Some engines get the request at both workers at once (`is_concurrent`). Then the chosen worker already has the
+        request, and also the KV.
+        """
+        prefill, request_id, now = self._prefill, self.context.request_id, self._proxy.now()
         assert prefill is not None
-        is_concurrent = prefill.handover.is_concurrent
+        is_concurrent, cached_tokens = prefill.handover.is_concurrent, prefill.times.cached_tokens
         instructions = self._proxy.core.record_prefill_end(
-            self.context.request_id,
-            self._proxy.now(),
-            is_kv_transferred=is_concurrent,
-            cached_tokens=prefill.times.cached_tokens,
+            request_id, now, is_kv_transferred=is_concurrent, cached_tokens=cached_tokens
         )
         self._proxy.perform(instructions)
         if not is_concurrent:
-            self._start_attempt()  # otherwise the chosen worker has the request already
-        elif prefill.needs_partner and prefill.is_decode_sent:  # SGLang: the KV has moved, so nothing is left to do
+            self._start_attempt()
+        elif prefill.needs_partner and prefill.is_decode_sent:  # both of SGLang's workers are done with the prompt
             self._prefill = None
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Go on without the prefill: the worker that was to compute the prompt for the chosen worker has failed.
+        """Go on after the worker failed that was to compute the prompt for the chosen worker.
 
-        The chosen worker computes the prompt itself. If it cannot, other workers get the request. Nothing is done if
-        the chosen worker has begun its answer, because then it has the KV cache of the prompt. `may_be_crash`: whether
-        the request may have crashed the worker that failed.
+        The chosen worker computes the prompt itself, or other workers get the request if it cannot. `may_be_crash`:
+        whether the request may have crashed the worker that failed.
         """
         if self._has_answer_begun:
-            self._prefill = None
-            return
-        if self._compute_without_kv(outcome, reason, may_be_crash=may_be_crash) or self.context.is_done:
-            return
+            self._prefill = None  # the chosen worker has the KV of the prompt, so the failure does not matter
+        elif self._can_compute_prompt:
+            self._compute_without_kv(outcome, reason, may_be_crash=may_be_crash)
+        else:
+            self._drop_transfer(outcome, reason, may_be_crash=may_be_crash)
+            self._retry_without_source(reason)
+
+    def _retry_without_source(self, reason: str) -> None:
+        """Have other workers answer, because the chosen worker needs KV that does not come."""
+        if self.context.is_done:
+            return  # dropping the transfer has ended the request, which may have crashed several workers
         if self._response_head is None:
             self._handle_failed_attempt(FailureKind.SOURCE, reason)
         elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
             self._abort_response(reason, FailureKind.SOURCE)
 
-    def _compute_without_kv(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> bool:
-        """Have the chosen worker compute the prompt, as no KV comes; return False if the worker cannot do that."""
-        can_compute_alone = self._prefill is None or not self._prefill.needs_partner
+    @property
+    def _can_compute_prompt(self) -> bool:
+        """Whether the chosen worker can compute the prompt itself. A decode worker of SGLang cannot."""
+        return self._prefill is None or not self._prefill.needs_partner
+
+    def _compute_without_kv(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Have the chosen worker compute the prompt itself, as no KV comes from another worker."""
         self._drop_transfer(outcome, reason, may_be_crash=may_be_crash)
-        if can_compute_alone and not self.context.is_done:
+        if not self.context.is_done:
             self._start_attempt()
-        return can_compute_alone
 
     def _drop_transfer(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         """Forget the prefill or the pull, and report that its KV does not come."""
@@ -302,20 +312,23 @@ class Exchange:
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=self._is_resend)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
-        """Forward an answer's head and `data`, the first bytes of its body, unless another worker is tried instead.
+        """Forward the head of the worker's answer (status, headers), and `data`, the first bytes of its body.
 
-        If the worker continues an answer, the client has its head already, and gets the body only.
+        If the status is 503, for example, another worker is tried instead. A client that has the start of an answer by
+        an earlier worker gets the body only.
         """
         if self._retry_after_status(head):
             return
-        if not self.client.has_response_started:
-            self._begin_response(head)
-        elif not head.is_readable_stream:
+        is_continuation = self.client.has_response_started
+        if is_continuation and not head.is_readable_stream:
+            is_worker_fault = head.status < 400  # an error status is the answer to a request that the router built
             reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
-            self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
+            self._abort_response(reason, FailureKind.STREAM if is_worker_fault else None)
             return
+        if not is_continuation:
+            self._begin_response(head)
         if self.context.continuation is not None and not head.is_readable_stream:
-            self.context.continuation.recorder = None  # no tokens can be recorded
+            self.context.continuation.recorder = None  # only tokens of a stream of events are recorded
         self._response_head = head
         self.on_attempt_body(head, data)
 
@@ -345,25 +358,27 @@ class Exchange:
         self._handle_broken_response(str(error))
 
     def _retry_after_status(self, head: ResponseHead) -> bool:
-        """Send the request again if the worker answered with an error that allows it, and return True then.
+        """Send the request again if the status of the worker's answer allows it; return whether that was done.
 
-        For example, a worker answers 503: another worker gets the request. If there is none, the client gets the 503. A
-        worker that could not fetch KV cache from another worker is asked again, to compute the prompt itself.
+        For example, after a 503 another worker gets the request. If there is none, the client gets the 503. A worker
+        that could not fetch KV from another worker is asked again, to compute the prompt itself.
         """
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if head.status == 404 and self._may_be_found_elsewhere:
             failure_kind = FailureKind.NOT_SERVED
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
-            if self._compute_without_kv("error", "the decode failed"):
+            if self._can_compute_prompt:
+                self._compute_without_kv("error", "the decode failed")
                 return True
+            self._drop_transfer("error", "the decode failed")
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if self._pull is not None and head.status == 403:
-            reason = "the worker refuses the source, so it may have another fleet's key"
-            return self._compute_without_kv("error", reason)
+            self._compute_without_kv("error", "the worker refuses the source, so it may have another fleet's key")
+            return True
         return failure_kind is not None and self._try_other_worker(failure_kind, head)
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
-        """Report a failed attempt, and do what the core decides; return False if it has no other worker."""
+        """Send a request to another worker after an error status; return False if the core has no other worker."""
         proxy, context = self._proxy, self.context
         if not proxy.is_in_core(context):
             return False
@@ -554,26 +569,18 @@ class Exchange:
         """Have another worker continue a streamed answer that broke off; return False if none can.
 
         For example, a worker dies after 40 tokens. Another worker gets the prompt with these tokens and continues the
-        stream to the client. `is_move`: the worker's connection is intact, so without another worker the answer stays
-        where it is.
+        stream to the client. `is_move`: the worker still holds the request, and keeps it if there is no other worker.
         """
         proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
-        has_ended = context.is_done or not proxy.is_in_core(context)
-        if has_ended or route is None or head is None or not head.is_readable_stream:
+        is_in_flight = proxy.is_in_core(context) and not context.is_done
+        if not is_in_flight or route is None or head is None or not head.is_readable_stream:
             return False
         if self._write_end_events(head, reason):
             return True  # the client had all tokens already
         continuation_route = self._build_continuation_route(route)
         if continuation_route is None:
             return False
-        now = proxy.now()
-        if is_move:
-            is_stalled = kind is FailureKind.STALLED
-            instructions = proxy.core.move_request(context.request_id, now, continuation_route, is_stalled=is_stalled)
-        else:
-            silent_s = now - context.progress.last_byte_at_s
-            instructions = proxy.core.fail_attempt(context.request_id, kind, now, continuation_route, silent_s=silent_s)
-        instructions = proxy.drop_refusal(context, instructions)
+        instructions = self._ask_for_other_worker(continuation_route, kind, is_move=is_move)
         if not instructions:
             return False
         self.close()
@@ -585,6 +592,16 @@ class Exchange:
         context.progress.restart()
         proxy.perform(instructions)
         return True
+
+    def _ask_for_other_worker(self, rest: RouteRequest, kind: FailureKind, *, is_move: bool) -> list[Instruction]:
+        """Return the core's instructions for `rest`, the rest of an answer; none if no other worker can have it."""
+        core, request_id, now = self._proxy.core, self.context.request_id, self._proxy.now()
+        if is_move:
+            instructions = core.move_request(request_id, now, rest, is_stalled=kind is FailureKind.STALLED)
+        else:
+            silent_s = now - self.context.progress.last_byte_at_s
+            instructions = core.fail_attempt(request_id, kind, now, rest, silent_s=silent_s)
+        return self._proxy.drop_refusal(self.context, instructions)
 
     def _write_end_events(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream if the client has its last token; return False if tokens are missing."""
