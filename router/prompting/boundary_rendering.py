@@ -33,8 +33,8 @@ from router.prompting.turn_pieces import (
     PlainTurn,
     TurnKey,
     TurnPieces,
-    find_pieces,
     read_plain_turn,
+    split_at_texts,
 )
 
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
@@ -71,39 +71,50 @@ class BoundaryRenderer:
         """Render the new messages of a conversation, but not the earlier messages, of which the token ids are cached.
 
         `prefix`: short placeholder messages and their text, in place of the earlier messages. Return None if the
-        template refuses the messages, or if the new ones may change what it writes for the earlier ones.
+        template refuses the messages, if the new ones may change what it writes for the earlier ones, or if the new
+        text cannot be encoded without the text before it.
         """
-        source = self._select_source(inputs.chat)
-        turn = None if prefix.has_late_system else read_plain_turn(messages, find_template_markers(source))
-        if turn is None:
-            text, texts, pieces = self._render_after(prefix, inputs, messages), [], None
+        turn = read_plain_turn(messages, self._find_markers(inputs.chat))
+        if turn is None or prefix.has_late_system:
+            text = self._render_after(prefix, inputs, messages)
+            rendered = None if text is None else RenderedMessages(self, prefix, inputs, messages, text)
         else:
-            texts = turn.texts
-            text, pieces = self._render_turn(prefix, inputs, turn, messages)
-        if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
+            rendered = self._render_plain_turn(prefix, inputs, messages, turn)
+        if rendered is None or not self.tokenizer.cut_tokens.starts_with_cut(rendered.text):
             return None
-        return RenderedMessages(self, prefix, inputs, messages, text, texts, pieces)
+        return rendered
 
-    def _render_turn(
-        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, turn: PlainTurn, messages: list[Message]
-    ) -> tuple[str | None, TurnPieces | None]:
-        """Return what the template writes for new messages, and the pieces around their texts, if it has such pieces.
+    def _render_plain_turn(
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message], turn: PlainTurn
+    ) -> RenderedMessages | None:
+        """Render messages that are each a role and a text (`turn`); None if the template refuses them.
 
-        The first of equal turns is rendered twice, once with random texts, to find the pieces. They save rendering the
-        later ones. `turn`: what `read_plain_turn` has read of `messages`. The text is None if the template refuses it.
+        The template is used for the first turn with a key. What it writes around the texts is stored, and later turns
+        with the same key are made from that.
         """
         key = TurnKey(prefix.digest, inputs.digest, turn.frames, read_clock(self._select_source(inputs.chat)))
         pieces = self._pieces_by_turn.get(key)
-        if pieces is not None:
-            return pieces.fill(turn.texts), pieces
-        text = self._render_after(prefix, inputs, messages)
-        if text is not None and key not in self._pieces_by_turn:
-            random_turn = turn.randomize()
-            random_text = self._render_after(prefix, inputs, random_turn.make_messages())
-            if random_text is not None:
-                pieces = find_pieces(turn, text, random_turn, random_text)
-            self._pieces_by_turn[key] = pieces
-        return text, pieces
+        text = self._render_after(prefix, inputs, messages) if pieces is None else pieces.fill(turn.texts)
+        if text is None:
+            return None
+        if key not in self._pieces_by_turn:
+            pieces = self._pieces_by_turn[key] = self._find_pieces(prefix, inputs, turn, text)
+        return RenderedMessages(self, prefix, inputs, messages, text, pieces, turn.texts)
+
+    def _find_pieces(
+        self, prefix: RenderedPlaceholders, inputs: TemplateInputs, turn: PlainTurn, text: str
+    ) -> TurnPieces | None:
+        """Return what the template writes around the texts of a turn; None if it does more than to insert the texts.
+
+        The turn is rendered with random texts, and split at them. The result must give `text` with the turn's texts.
+        """
+        random_turn = turn.randomize()
+        random_text = self._render_after(prefix, inputs, random_turn.make_messages())
+        pieces = None if random_text is None else split_at_texts(random_text, random_turn.texts)
+        return pieces if pieces is not None and pieces.fill(turn.texts) == text else None
+
+    def _find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
+        return find_template_markers(self._select_source(chat))
 
     def _select_source(self, chat: RoutingRequest) -> str:
         return self.template.select_source(has_tools=chat.tools is not None)
@@ -129,25 +140,21 @@ class BoundaryRenderer:
         can be cut within it. Return None if the tokenizer allows no cut there.
         """
         prefix, inputs, later_messages = rendered.prefix, rendered.inputs, rendered.messages[count:]
-        markers = find_template_markers(self._select_source(inputs.chat))
-        placeholders = prefix.placeholders.extend(rendered.messages[:count], markers)
+        placeholders = prefix.placeholders.extend(rendered.messages[:count], self._find_markers(inputs.chat))
         if placeholders is None:
             return None
         has_late_system = prefix.has_late_system
-        short_text = self._render(placeholders, inputs, later_messages, has_late_system=has_late_system) or ""
-        # Placeholders of messages contain FILLER, those of the system text and the tools SYSTEM_FILLER.
-        ends_with_system = short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER)
-        if ends_with_system and not has_late_system:
+        short_text = self._render(placeholders, inputs, later_messages, has_late_system=has_late_system)
+        if short_text is not None and not has_late_system and _ends_with_system(short_text):
             has_late_system = True
-            short_text = self._render(placeholders, inputs, later_messages, has_late_system=True) or ""
-
+            short_text = self._render(placeholders, inputs, later_messages, has_late_system=True)
+        if short_text is None:
+            return None
         common_end_start = len(rendered.text) - _count_common_end(rendered.text, short_text)
         position = self.tokenizer.cut_tokens.find_cut(rendered.text, common_end_start)
-        if not position:
-            return None
-        later_text = rendered.text[position:]
+        later_text = "" if position is None else rendered.text[position:]
         placeholder_text = short_text.removesuffix(later_text)
-        if not placeholder_text:
+        if not position or not placeholder_text:
             return None
         later_prefix = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
         return RenderedMessages(self, later_prefix, inputs, later_messages, later_text)
@@ -191,31 +198,35 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     inputs: TemplateInputs
     messages: list[Message]
     text: str
-    message_texts: Sequence[str] = ()
-    """Texts of the messages, as the template writes them between the `pieces`."""
     pieces: TurnPieces | None = None
-    """Text that the template writes around the texts of the messages; None if it is not known."""
+    """What the template writes around the texts of the messages, whatever the texts are; None if that is unknown."""
+    message_texts: Sequence[str] = ()
+    """Texts of the messages, if `pieces` are known."""
 
     def cut_before_last(self, later_count: int) -> RenderedMessages | None:
         """Return the last messages with their part of the text; None if the text cannot be cut before them.
 
-        To find a cut, messages are rendered again. Then it is stored, and equal turns with other texts are cut at once.
+        To find a cut, messages are rendered again. If the `pieces` are known, the cut is stored with them: other texts
+        between the same pieces are cut there without rendering.
         """
         count = len(self.messages) - later_count
         if later_count == 0 or count < 1:
             return None
-        texts, pieces = self.message_texts, self.pieces
-        if pieces is None:
-            return self.renderer.find_cut(self, count)
-        stored_cut = pieces.cuts.get(count)
-        if stored_cut is None:
-            later = self.renderer.find_cut(self, count)
-            if later is not None and not later.prefix.has_late_system:
-                pieces.add_cut(texts, count, len(later.text), later.prefix)
-            return later
-        later_chars = stored_cut.template_chars + sum(map(len, texts[count:]))
-        later_text = self.text[len(self.text) - later_chars :]
-        return RenderedMessages(self.renderer, stored_cut.prefix, self.inputs, self.messages[count:], later_text)
+        stored_cut = None if self.pieces is None else self.pieces.cuts.get(count)
+        if stored_cut is not None:
+            later_chars = stored_cut.template_chars + sum(map(len, self.message_texts[count:]))
+            later_text = self.text[len(self.text) - later_chars :]
+            return RenderedMessages(self.renderer, stored_cut.prefix, self.inputs, self.messages[count:], later_text)
+        later = self.renderer.find_cut(self, count)
+        if later is not None and self.pieces is not None and not later.prefix.has_late_system:
+            later_template_chars = len(later.text) - sum(map(len, self.message_texts[count:]))
+            self.pieces.store_cut(count, later_template_chars, later.prefix)
+        return later
+
+
+def _ends_with_system(text: str) -> bool:
+    """Whether the last placeholder in a text is the system text's or that of the tools, not a later message's."""
+    return text.rfind(SYSTEM_FILLER) > text.rfind(FILLER)
 
 
 def _count_common_end(first: str, second: str) -> int:

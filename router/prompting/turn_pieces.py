@@ -86,12 +86,12 @@ class TurnPieces(msgspec.Struct, frozen=True, eq=False):
             parts.append(piece)
         return "".join(parts)
 
-    def add_cut(self, texts: Sequence[str], message_count: int, tail_chars: int, prefix: RenderedPlaceholders) -> None:
-        """Store that the prompt of `texts` may be cut after the first messages, if the cut is within a piece.
+    def store_cut(self, message_count: int, template_chars: int, prefix: RenderedPlaceholders) -> None:
+        """Store that the text may be cut after the first messages, if the cut is in the piece after them.
 
-        `tail_chars`: characters after the cut. `prefix`: placeholders for the conversation before the cut.
+        `template_chars`: characters after the cut besides the texts of messages. `prefix`: placeholders for the
+        conversation before the cut.
         """
-        template_chars = tail_chars - sum(map(len, texts[message_count:]))
         later_piece_chars = sum(map(len, self.pieces[message_count + 1 :]))
         if later_piece_chars < template_chars <= later_piece_chars + len(self.pieces[message_count]):
             self.cuts[message_count] = PieceCut(template_chars, prefix)
@@ -106,21 +106,17 @@ class PieceCut(NamedTuple):
     """Placeholders for the conversation before the cut."""
 
 
-def find_pieces(turn: PlainTurn, text: str, random_turn: PlainTurn, random_text: str) -> TurnPieces | None:
-    """Find what a chat template writes around the texts of new messages.
+def split_at_texts(rendered_text: str, texts: list[str]) -> TurnPieces | None:
+    """Split what a chat template wrote for messages at the messages' texts, and return the pieces around them.
 
-    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`. `text`,
-    `random_text`: what the template wrote for `turn`, and for the same turn with random texts. Return None if the
-    pieces are too long, or do not give `text`: then the template does more than to insert the texts.
+    For example, `<user>x7f3ax</user>` with the text `x7f3ax` has the pieces `<user>` and `</user>`. Return None if a
+    text is not there exactly once, or if the pieces have more than CHARS_MAX characters. `texts`: of hex digits and x.
     """
-    template_chars = len(text) - sum(map(len, turn.texts))
-    if template_chars > CHARS_MAX:
+    pieces_and_texts = re.split(f"({'|'.join(texts)})", rendered_text)  # every second one is a text
+    pieces = tuple(pieces_and_texts[::2])
+    if pieces_and_texts[1::2] != texts or sum(map(len, pieces)) > CHARS_MAX:
         return None
-    pieces_and_texts = re.split(f"({'|'.join(random_turn.texts)})", random_text)  # every second one is a text
-    if pieces_and_texts[1::2] != random_turn.texts:
-        return None
-    pieces = TurnPieces(tuple(pieces_and_texts[::2]), {})
-    return pieces if pieces.fill(turn.texts) == text else None
+    return TurnPieces(pieces, {})
 
 
 def read_plain_turn(messages: Sequence[Message], markers: Sequence[str]) -> PlainTurn | None:
