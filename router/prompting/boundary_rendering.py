@@ -199,7 +199,7 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     messages: list[Message]
     text: str
     pieces: TurnPieces | None = None
-    """What the template writes around the texts of the messages, whatever the texts are; None if that is unknown."""
+    """Text that the template writes around the texts of messages, whatever these are; None if it is unknown."""
     message_texts: Sequence[str] = ()
     """Texts of the messages, if `pieces` are known."""
 
