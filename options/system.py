@@ -1,11 +1,15 @@
-"""Limit of open files, which every program raises when it starts, memory of a process, and event loops."""
+"""Limit of open files, which every program raises when it starts, memory of a process, event loops, silent sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import resource
-from typing import Any
+import socket
+from typing import Any, Final
+
+SILENT_S_MAX: Final = 30
+"""Time after which connections to a machine that acknowledges nothing are broken."""
 
 
 def raise_file_limit() -> int:
@@ -33,3 +37,18 @@ def import_event_loops() -> Any:
     except ImportError:
         return asyncio
     return uvloop
+
+
+def probe_silent_connections(sock: Any, unacknowledged_s_max: float | None = None) -> None:
+    """Have the kernel probe a silent connection: a machine without power or network sends no end of it.
+
+    A listening socket passes this on to its connections. `unacknowledged_s_max`: longest time in which the other end
+    acknowledges nothing, or takes nothing of what waits for it, but at least SILENT_S_MAX; None: minutes.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {"TCP_KEEPIDLE": SILENT_S_MAX // 2, "TCP_KEEPINTVL": SILENT_S_MAX // 6, "TCP_KEEPCNT": 3}
+    if unacknowledged_s_max is not None:
+        values["TCP_USER_TIMEOUT"] = int(min(max(unacknowledged_s_max, SILENT_S_MAX) * 1000, 2**31 - 1))
+    for name, value in values.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -36,7 +36,7 @@ from engine.protocol.parsed_request import read_chat, read_completion, read_coun
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from engine.structured_output.constraint import EncodedConstraint
 from options.addresses import bracket_host
-from options.system import import_event_loops, raise_file_limit
+from options.system import import_event_loops, probe_silent_connections, raise_file_limit
 from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 from prompts.unknown_paths import make_unknown_path_error
@@ -259,7 +259,7 @@ class Server:
             loop.add_signal_handler(signal_number, self._on_signal)
         host, port = self._config.host, self._config.port
         try:
-            listener = bind(host, port)
+            listener = bind(host, port, self._config.stall_timeout_s)
         except OSError as error:
             return _report_failure(f"cannot listen on {host}:{port} (--host, --port): {error.strerror or error}")
         client = await EngineClient.start(self._engine_config, self._on_death)
@@ -356,14 +356,18 @@ class Server:
             self._stop_reason.set_result(reason)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address. Port 0 lets the system choose one. Raises OSError."""
+def bind(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    """Return a socket that is bound to an address. Port 0 lets the system choose one. Raises OSError.
+
+    `stall_timeout_s`: after so long, the kernel closes the connection of a client whose machine is gone.
+    """
     family, socket_type, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     sock = socket.socket(family, socket_type, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe_silent_connections(sock, stall_timeout_s)
         sock.setblocking(False)
         sock.bind(address)
     except OSError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
 from options.background_tasks import BackgroundTasks
+from options.system import probe_silent_connections
 from router.host_names import HostNames
 from router.http.headers import ProtocolError
 from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Size up to which copying a body is cheaper than a vectored write."""
-SILENT_S_MAX: Final = 30
-"""Time after which connections to a machine that acknowledges nothing are broken."""
 LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """Errors of this machine, which lacks sockets or memory. They say nothing about the worker."""
 IDLE_S_MAX: Final = 4.0
@@ -344,7 +342,7 @@ class UpstreamPool:
         await asyncio.wait_for(self._connect(connection), self._connect_s_max)
         if connection.transport is not None:  # otherwise it was closed at once
             self._connections.add(connection)
-            _enable_keepalive(connection.transport.get_extra_info("socket"))
+            probe_silent_connections(connection.transport.get_extra_info("socket"))
 
     async def _connect(self, connection: UpstreamConnection) -> None:
         target = connection.target
@@ -406,15 +404,3 @@ class UpstreamPool:
 
     def count_connections(self) -> ConnectionCounts:
         return ConnectionCounts(len(self._connections), sum(map(len, self._idle_connections.values())))
-
-
-def _enable_keepalive(sock: Any) -> None:
-    """Have the kernel probe a silent connection: a machine without power or network sends no end of it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option_name, option_value in (
-        ("TCP_KEEPIDLE", SILENT_S_MAX // 2),
-        ("TCP_KEEPINTVL", SILENT_S_MAX // 6),
-        ("TCP_KEEPCNT", 3),
-    ):
-        if hasattr(socket, option_name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option_name), option_value)

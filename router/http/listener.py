@@ -7,6 +7,7 @@ import ssl
 from typing import Any, Final
 
 from options.background_tasks import BackgroundTasks
+from options.system import probe_silent_connections
 from router.http.config import ClientTimeouts
 from router.http.connection import Application, ClientConnection
 
@@ -54,6 +55,8 @@ class Listener:
         self._server = await loop.create_server(
             make_protocol, host, port, backlog=2048, reuse_port=reuse_port or None, start_serving=False
         )
+        for listening_socket in self._server.sockets:
+            probe_silent_connections(listening_socket, self._timeouts.send_s)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def listen(self) -> None:
