@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,17 @@ ALL_ALLOWED = 0xFFFFFFFF
 """Word of a mask that allows all its 32 tokens."""
 
 
+class _AnswerPart(Enum):
+    """Part of an answer to which its next token belongs."""
+
+    FIRST_TOKEN = "first token"
+    """The answer has no token yet, and its first token will show whether it begins with reasoning."""
+    REASONING = "reasoning"
+    """Free text before the constrained part."""
+    CONSTRAINED = "constrained"
+    """Text that must match the grammar, up to the end of the answer."""
+
+
 class _AnswerMatcher:
     """Lets the grammar's matcher read one answer, and says which tokens may come next.
 
@@ -44,28 +56,40 @@ class _AnswerMatcher:
         self.requested_tokens = 0
         """Number of the answer's tokens that were read, or are in a `MaskRequest`."""
         self.failure: str | None = None
-        self.is_reasoning: bool | None = None
-        """Whether the answer is still in its reasoning; None: its first token will show that."""
+        self.part = _AnswerPart.FIRST_TOKEN
         if constraint.reasoning_end_token is None:
-            self.is_reasoning = False
-        elif constraint.reasoning_start_token is None:
-            self.is_reasoning = True
+            self.part = _AnswerPart.CONSTRAINED
+        elif constraint.reasoning_start_token is None:  # the prompt has begun the reasoning
+            self.part = _AnswerPart.REASONING
 
     def read(self, new_tokens: list[int]) -> None:
-        """Read the tokens that the answer got since the last call. Reasoning is skipped."""
-        if self.failure is not None:
-            return
+        """Read the tokens that the answer got since the last call, before the mask of its next token is made.
+
+        The matcher reads those of the constrained part. Sets `failure` if they do not match the grammar.
+        """
+        if self.failure is None:
+            constrained_tokens = self._skip_reasoning(new_tokens)
+            if self.part is not _AnswerPart.REASONING:
+                self._match(constrained_tokens)
+
+    def _skip_reasoning(self, new_tokens: list[int]) -> list[int]:
+        """Return those of the answer's next tokens that come after its reasoning, and set `part` to the last one's."""
         constraint = self._constraint
-        if self.is_reasoning is None and new_tokens:
-            self.is_reasoning = new_tokens[0] == constraint.reasoning_start_token
-        if self.is_reasoning:
-            if constraint.reasoning_end_token not in new_tokens:
-                return
-            self.is_reasoning = False
-            new_tokens = new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
+        if self.part is _AnswerPart.FIRST_TOKEN and new_tokens:
+            begins_reasoning = new_tokens[0] == constraint.reasoning_start_token
+            self.part = _AnswerPart.REASONING if begins_reasoning else _AnswerPart.CONSTRAINED
+        if self.part is not _AnswerPart.REASONING:
+            return new_tokens
+        if constraint.reasoning_end_token not in new_tokens:
+            return []
+        self.part = _AnswerPart.CONSTRAINED
+        return new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
+
+    def _match(self, new_tokens: list[int]) -> None:
+        """Let the matcher read tokens of the constrained part. At the first call, the matcher is made."""
         try:
             if self.matcher is None:
-                self.matcher = self._grammars.make_matcher(constraint.lark_grammar)
+                self.matcher = self._grammars.make_matcher(self._constraint.lark_grammar)
             for token in new_tokens:
                 if self.matcher.is_stopped():  # the grammar's text is complete, but with ignore_eos the answer goes on
                     break
@@ -78,12 +102,13 @@ class _AnswerMatcher:
     @property
     def binds_next_token(self) -> bool:
         """Whether the next token must match the grammar. Reasoning that has begun is free."""
-        return self.failure is None and not self.is_reasoning
+        return self.failure is None and self.part is not _AnswerPart.REASONING
 
     def finish_mask(self, bits: MaskWords, banned_tokens: list[int]) -> None:
-        """Complete the mask of allowed tokens, in place: forbid what min_tokens bans, and let reasoning begin.
+        """Complete the mask of the tokens that the grammar allows next, in place.
 
-        If the answer cannot go on, because its grammar matcher failed, allows all tokens.
+        Forbids the `banned_tokens` of min_tokens, and allows the token that begins reasoning, if it may come now. If
+        the matcher failed, all tokens are allowed, because the answer ends with an error.
         """
         if self.failure is None and self.matcher is not None and self.matcher.is_error():
             self.failure = summarize_error(self.matcher)
@@ -92,7 +117,7 @@ class _AnswerMatcher:
             return
         if banned_tokens:
             _ban_unless_all(bits, banned_tokens)
-        if self.is_reasoning is None:
+        if self.part is _AnswerPart.FIRST_TOKEN:
             start_token = self._constraint.reasoning_start_token
             assert start_token is not None
             word, bit = divmod(start_token, 32)
@@ -202,7 +227,9 @@ class Masks:
         for request in requests:
             device_tokens = [last_tokens[request.state_row]] if request.has_token_on_device else []
             request.answer.read([*request.new_tokens, *device_tokens])
-        masked_requests = [request for request in requests if request.banned_tokens or not request.answer.is_reasoning]
+        masked_requests = [
+            request for request in requests if request.banned_tokens or request.answer.part is not _AnswerPart.REASONING
+        ]
         words_per_mask = ceil_div(self._grammars.vocabulary.token_count, 32)  # a bit for each token
         masks = np.full((len(masked_requests), words_per_mask), ALL_ALLOWED, np.uint32)
         self._fill_bits([request.answer for request in masked_requests], masks)

@@ -7,6 +7,7 @@ ranks all of them must measure, as they communicate inside the step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,39 +15,52 @@ from engine.cache.spec import CacheSpec, ceil_div
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
+class LargestStep(NamedTuple):
+    """A step that is computed only to measure its memory."""
+
+    plan: StepPlan
+    unit_count: int
+    """Units of KV cache memory that the plan's block tables name. The cache must have at least as many."""
+
+
 def make_largest_step(
     spec: CacheSpec, *, token_count: int, sequence_count: int, length_max: int, vocab_size: int
-) -> tuple[StepPlan, int]:
-    """Make the plan of the forward step that needs most memory, to measure how much that is.
+) -> LargestStep:
+    """Make the forward step that needs most memory besides the weights and the cache, to measure how much that is.
 
-    The step has up to `token_count` tokens of `sequence_count` sequences, each at the end of a context of `length_max`
-    tokens. Returns the plan, and the units of KV cache memory that it needs. These are few, because all sequences have
-    the same blocks, of one unit for each attention group, and the same recurrent state: nobody uses the results.
+    It computes up to `token_count` tokens of `sequence_count` sequences, each at the end of a context of `length_max`
+    tokens. All sequences share one unit of blocks for each attention group, and one recurrent state. They overwrite
+    each other's KV there, which does no harm: the results are not used. So a cache of a few units is enough.
     """
-    unit_count = len(spec.groups)
+    group_count = len(spec.groups)
     block_count = ceil_div(length_max, spec.block_size)
-    block_tables = []
-    for group in range(len(spec.groups)):
-        blocks_per_unit = spec.blocks_per_unit(group)
-        block_tables.append([BlockId(group * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)])
-    state_unit = None
-    if spec.state is not None:
-        state_unit = UnitId(unit_count)
-        unit_count += 1
+    block_tables = [_repeat_blocks(group, spec.blocks_per_unit(group), block_count) for group in range(group_count)]
+    state_unit = None if spec.state is None else UnitId(group_count)  # after the units of the attention groups
+    state_resets = [] if state_unit is None else [state_unit]
     tokens = [i % vocab_size for i in range(length_max)]
     chunks = []
-    for index, chunk_tokens in enumerate(_divide_tokens(token_count, sequence_count, length_max)):
-        params = SamplingParams(
-            top_p=0.9,
-            frequency_penalty=0.1,
-            repetition_penalty=1.1 if index == 0 else 1.0,  # one is enough to make the tables of penalties wide
-            logprobs=20,
-            prompt_logprobs=20 if chunk_tokens > 1 else None,
-        )
-        request = Request(request_id=f"profile {index}", token_ids=tokens, params=params)
+    for number, chunk_tokens in enumerate(_divide_tokens(token_count, sequence_count, length_max)):
+        params = _make_costly_params(is_first=number == 0, is_prompt=chunk_tokens > 1)
+        request = Request(request_id=f"profile {number}", token_ids=tokens, params=params)
         seq = Sequence(request, tokens, length_max, 0.0, block_tables=block_tables, state_unit=state_unit)
         chunks.append(Chunk(seq, length_max - chunk_tokens, length_max, should_sample=True))
-    return StepPlan(chunks, state_resets=[] if state_unit is None else [state_unit]), unit_count
+    return LargestStep(StepPlan(chunks, state_resets=state_resets), group_count + len(state_resets))
+
+
+def _repeat_blocks(unit: int, blocks_per_unit: int, block_count: int) -> list[BlockId]:
+    """Return a block table that repeats the blocks of one unit: unit 1 of 4 blocks gives [4, 5, 6, 7, 4, 5, ...]."""
+    return [BlockId(unit * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)]
+
+
+def _make_costly_params(*, is_first: bool, is_prompt: bool) -> SamplingParams:
+    """Return the sampling parameters of one sequence, such that drawing its token takes as much memory as possible."""
+    return SamplingParams(
+        top_p=0.9,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1 if is_first else 1.0,  # one sequence is enough to make the tables of penalties wide
+        logprobs=20,
+        prompt_logprobs=20 if is_prompt else None,
+    )
 
 
 def _divide_tokens(token_count: int, sequence_count: int, length_max: int) -> list[int]:

@@ -30,8 +30,9 @@ from engine.execution.prepared_step import (
     find_prompt_logprob_chunks,
     list_state_units,
     select_tokens,
+    sort_for_kernels,
 )
-from engine.execution.sampler import Sampler
+from engine.execution.sampler import Sampler, SamplingInputs
 from engine.execution.step_outputs import build_result
 from engine.grammar_compiler import GrammarCompiler
 from engine.models import CausalLM
@@ -39,6 +40,7 @@ from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
 from kernels import Kernels, RaggedBatch, select_kernels
 from kernels.host_copies import copy_to_device, start_copy_to_host
+from kernels.interface import IntArray
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Most bytes of fp32 logits of prompt positions that are held at one time."""
@@ -183,27 +185,22 @@ class ModelRunner:
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
-        """Make all inputs of a forward step on the host, and send those to the device that changed since the last step.
+        """Make all inputs of a step before the step is computed: what the host decides, and what the device reads.
 
-        These are the token ids, the block tables, the tokens that need logits, and the inputs of sampling. A chunk is
-        the part of one sequence that the step computes. Chunks of one token come first, as the kernels need.
+        A chunk is the part of one sequence that the step computes. Inputs that stay the same from step to step, such as
+        the older part of a block table, are on the device already, and only their changes are sent.
         """
-        starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
-        ends = np.array([chunk.end for chunk in plan.chunks], np.int64)
-        permutation = (ends - starts > 1).argsort(kind="stable")  # a decode step keeps its order
-        order = permutation.tolist()
+        order = sort_for_kernels(plan.chunks)
         chunks = [plan.chunks[i] for i in order]
-        batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        ends = np.array([chunk.end for chunk in chunks], np.int64)
+        batch = RaggedBatch.from_positions(starts, ends)
         batch_state, new_rows = self._update_batch_state(chunks)
         for tables in self._tables:
-            tables.update(chunks, batch.context_lens, batch_state.rows, new_rows)
-        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
+            tables.update(chunks, ends, batch_state.rows, new_rows)
         token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
+        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
         selected = select_tokens(batch.query_starts, batch_state.sampled_chunks, prompt_logprob_chunks, self.device)
-        sampling_inputs = None
-        if batch_state.sampling_batch is not None:
-            sampled_ends = batch.context_lens[batch_state.sampled_chunks]
-            sampling_inputs = self._sampler.prepare(batch_state.sampling_batch, sampled_ends, self._read_last_tokens)
         return PreparedStep(
             plan=plan,
             chunks=chunks,
@@ -214,10 +211,16 @@ class ModelRunner:
             units=list_state_units(chunks) if self._states else None,
             selected=selected,
             batch_state=batch_state,
-            sampling_inputs=sampling_inputs,
+            sampling_inputs=self._prepare_sampling(batch_state, ends),
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
+
+    def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
+        """Prepare to draw the tokens at the `ends` of the sampled chunks; None if this rank draws none."""
+        if state.sampling_batch is None:
+            return None
+        return self._sampler.prepare(state.sampling_batch, ends[state.sampled_chunks], self._read_last_tokens)
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> tuple[BatchState, list[int]]:
         """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences.
