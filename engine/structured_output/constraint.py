@@ -116,23 +116,34 @@ def make_scripted_constraint(
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. `call_format`:
-    name of the format of tool calls; None: there are none. `grammars`: custom tools with a grammar, by name.
+    A turn is a text, a call of a tool, or neither. The answer is random text if the turn is neither, or is a call that
+    cannot be made: the request has no such tool, or there is no `call_format` (the name of the format of calls).
+    `grammars`: custom tools with a grammar, by name.
     """
-    answer_count = sum(message.get("role") == "assistant" for message in body.messages)
-    if body.continue_final_message:  # the last answer is not complete
-        answer_count -= 1
-    turn = script[answer_count % len(script)]
-    if turn.call is not None and call_format is not None:
-        tools = _select_tools(body, grammars).tools
-        tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
-        if tool is not None:
-            scripted_tool = _restrict_to_turn(tool, turn)
-            calls_format = _make_calls_format(CALL_FORMATS[call_format].markup, [scripted_tool], allows_several=False)
-            return RequestedConstraint("tools", calls_format)
+    turn = _find_next_turn(body, script)
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
-    return RequestedConstraint("messages", {"type": "any_text"})
+    random_text = RequestedConstraint("messages", {"type": "any_text"})
+    if turn.call is None or call_format is None:
+        return random_text
+    tools = _select_tools(body, grammars).tools
+    tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
+    if tool is None:
+        return random_text
+    scripted_tools = [_restrict_to_turn(tool, turn)]
+    calls_format = _make_calls_format(CALL_FORMATS[call_format].markup, scripted_tools, allows_several=False)
+    return RequestedConstraint("tools", calls_format)
+
+
+def _find_next_turn(body: ChatRequest, script: Sequence[ScriptTurn]) -> ScriptTurn:
+    """Return the script's turn for the answer that a request asks for: turn n for a conversation's n-th answer.
+
+    After the last turn, the script begins anew.
+    """
+    answer_count: int = sum(message.get("role") == "assistant" for message in body.messages)
+    if body.continue_final_message:  # the last answer is not complete
+        answer_count -= 1
+    return script[answer_count % len(script)]
 
 
 def _restrict_to_turn(tool: _Tool, turn: ScriptTurn) -> _Tool:

@@ -17,22 +17,29 @@ LOOSEN_CPU_S_MAX: Final = 0.8
 
 
 def check_constraint(vocabulary: GrammarVocabulary, constraint: EncodedConstraint) -> str:
-    """Return the grammar in Lark of a structured output, which compiles. Raises RequestError if there is none.
+    """Return the grammar, in Lark, that a request's answer must match. The grammar was compiled once, as a trial.
 
-    If the grammar does not compile, schemas of tools that are not strict are loosened. Writing and compiling may crash
-    or take long, so call this in a process that may be killed.
+    Raises RequestError if it cannot be compiled. Writing and compiling may crash or take long, so call this in a
+    process that may be killed.
     """
     try:
-        requested = constraint.decode()
-        try:
-            return _check_format(vocabulary, requested)
-        except GrammarError:
-            format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
-            return _check_format(vocabulary, RequestedConstraint(requested.param, format))
+        return _write_compilable_grammar(vocabulary, constraint.decode())
     except GrammarError as error:
         raise field_error(constraint.param, str(error)) from error
     except RecursionError as error:
         raise field_error(constraint.param, "schemas too deep in each other") from error
+
+
+def _write_compilable_grammar(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
+    """Return the grammar of a format. If it does not compile, tools that are not strict get schemas that allow more.
+
+    Raises GrammarError if it does not compile even then, and RequestError.
+    """
+    try:
+        return _check_format(vocabulary, requested)
+    except GrammarError:
+        format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
+        return _check_format(vocabulary, RequestedConstraint(requested.param, format))
 
 
 def _check_format(vocabulary: GrammarVocabulary, requested: RequestedConstraint) -> str:
