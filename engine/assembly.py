@@ -7,7 +7,7 @@ and must be closed. Torch is imported only to load a real model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.fingerprint import ModelFingerprint
 from engine.transfer.service import KVTransfers
+from events import Event
 from events.publisher import EventPublisher
 from events.sources import EventSource
 from options import ConfigError
@@ -65,36 +66,33 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     ValueErrors), OSError, MemoryError, and RunnerLostError if another rank ends.
     """
     files = locate_model_files(config)
-    folder = files.folder
     if config.simulate is None:
-        _check_model_config(folder)
-    default_sampling = read_default_sampling(folder) if config.generation_config == "auto" else {}
+        _check_model_config(files.folder)
+    default_sampling = read_default_sampling(files.folder) if config.generation_config == "auto" else {}
     if tokenizer is None:
-        tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
-    executor = _load_executor(config, folder)
+        tokenizer = Tokenizer.load(config.tokenizer or files.folder, with_fast_encoder=False)
+    no_grammar_reason = find_unsupported_reason(tokenizer)
+    executor = _load_executor(config, files.folder)
     eos_token_ids = tuple(tokenizer.eos_token_ids)
-    with ExitStack() as parts:  # closes its parts in reverse order
+    with ExitStack() as parts:  # an error closes the parts made so far, the last one first
         parts.callback(executor.model.close)
         grammars = None
-        no_constraint_reason = find_unsupported_reason(tokenizer)
-        if no_constraint_reason is None:
+        if no_grammar_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
             parts.callback(grammars.close)
         scheduler = _make_scheduler(config, executor, frozenset(eos_token_ids))
         runner = executor.model.make_runner(eos_token_ids, grammars)
-        publisher = None
-        if config.kv_events.is_enabled:
-            groups = tuple(executor.cache_spec.list_group_infos())
-            publisher = EventPublisher(config.kv_events, model=files.name, block_size=config.block_size, groups=groups)
+        publisher = _make_publisher(config, files.name, executor)
+        if publisher is not None:
             parts.callback(publisher.close)
-        transfers = _start_transfers(config, folder, scheduler.cache, executor)
+        transfers = _start_transfers(config, files.folder, scheduler.cache, executor)
         if transfers is not None:
             parts.callback(transfers.close)
-        close_parts = parts.pop_all().close  # no error: the parts stay open
+        close_parts = parts.pop_all().close  # no error: the engine closes the parts when it stops
     core = EngineCore(
         scheduler,
         runner,
-        (lambda events: None) if publisher is None else publisher.publish,
+        _ignore_events if publisher is None else publisher.publish,
         overlaps_steps=executor.overlaps_steps,
         grammars=grammars,
         transfers=transfers,
@@ -104,10 +102,22 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         _describe_model(config, files, executor, scheduler),
         event_sources=[] if publisher is None else [_describe_source(publisher, transfers)],
         default_sampling=default_sampling,
-        no_constraint_reason=no_constraint_reason,
+        no_constraint_reason=no_grammar_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
     )
     return AssembledEngine(core, info, publisher, executor.model, grammars, close_parts)
+
+
+def _make_publisher(config: EngineConfig, model_name: str, executor: Executor) -> EventPublisher | None:
+    """Make the publisher of KV cache events, by which routers know what is cached; None if they are switched off."""
+    if not config.kv_events.is_enabled:
+        return None
+    groups = tuple(executor.cache_spec.list_group_infos())
+    return EventPublisher(config.kv_events, model=model_name, block_size=config.block_size, groups=groups)
+
+
+def _ignore_events(events: Iterable[Event]) -> None:
+    """Publish no KV cache events: they are never made, because nobody iterates over them."""
 
 
 def _check_model_config(folder: Path) -> None:

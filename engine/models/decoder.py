@@ -81,56 +81,50 @@ class CausalLM:
         config: DecoderConfig,
         make_block: Callable[[WeightScope, int], list[Branch]],
     ) -> None:
-        """Declare the weights of all blocks, which the loader fills, and number the attention and recurrent layers.
+        """Make all layers of the model. Their weights are declared, so that the loader knows what to read and fill.
 
-        `make_block`: makes the branches of a block from the scope of its weights (model.layers.0) and its index (0).
+        `root_scope`: collects the declared weights, under their names in the checkpoint. `make_block`: makes a block's
+        branches from the scope of its weights (model.layers.0) and its index (0).
         """
         self.config = config
         self.shard = root_scope.shard
         self.samples_tokens = root_scope.shard.rank == 0
-        """Whether this rank has whole logits to sample from."""
+        """Whether this rank draws tokens: only rank 0 gets whole logits."""
 
-        # layers
+        # Each layer declares its weights in the scope that it is made with.
         body_scope = root_scope.enter_scope(config.prefix)
-        head_name = None if config.tie_embeddings else HEAD_NAME
-        self.vocabulary = Vocabulary(
-            body_scope, root_scope, f"{config.embedding_name}.weight", head_name, config.vocab_size, config.hidden_size
-        )
         layers_scope = body_scope.enter_scope("layers")
+        self.vocabulary = _make_vocabulary(root_scope, body_scope, config)
         self.blocks = [make_block(layers_scope.enter_scope(i), i) for i in range(config.num_layers)]
         self.norm = RMSNorm(body_scope, config.norm_name, config.hidden_size, config.norm_eps, config.zero_centred_norm)
-
-        # tensors of the checkpoint
         self.weights: list[Weight] = root_scope.weights
         self.ignored_prefixes = config.ignored_prefixes + ((HEAD_NAME,) if config.tie_embeddings else ())
+        """Beginnings of the names of the checkpoint's tensors that are not loaded."""
 
-        # layers in which tokens depend on other tokens
+        # Mixers are the layers in which a token depends on earlier tokens. Each comes with the index of its block.
         layers = [(i, branch.layer) for i, block in enumerate(self.blocks) for branch in block]
         self.attention_layers = [(i, layer) for i, layer in layers if isinstance(layer, Attention)]
-        """(index of the block, its attention layer)."""
         self.recurrent_layers = [(i, layer) for i, layer in layers if isinstance(layer, RecurrentMixer)]
-        """(index of the block, its recurrent layer)."""
         _, self._last_mixer = max((*self.attention_layers, *self.recurrent_layers), key=lambda layer: layer[0])
-        """Last layer of these kinds. After it, only selected rows are computed."""
+        """After this layer, only the tokens that need logits are computed."""
         self._layers_by_group = _group_layers(self.attention_layers)
-        """Attention layers that share a block table, by group, with the indices of their blocks."""
-        self._rope_configs: list[RopeConfig] = []
-        """The different settings of rotary embedding that the attention layers have; equal layers share one table."""
+        """Attention layers that share a block table, by group."""
+        self._rope_configs = _list_rope_configs(self.attention_layers)
+        """The different settings of rotary embedding: the attention layers with equal settings share one table."""
         self._number_layers()
 
     def _number_layers(self) -> None:
-        """Tell each layer the indices at which a step finds its cache group, its rotary table, or its state."""
-        ropes = self._rope_configs
+        """Tell each mixer the indices at which it finds its inputs in the `ForwardContext` of a step.
+
+        An attention layer gets the index of its cache group, its index in the group, and that of its rotary table. A
+        recurrent layer gets the index of its state.
+        """
         for group_index, layers in enumerate(self._layers_by_group):
             for group_layer_index, (_, attention) in enumerate(layers):
                 attention.group_index = group_index
                 attention.group_layer_index = group_layer_index
-                rope = attention.config.rope
-                if rope is not None:
-                    if rope not in ropes:
-                        rope.compute_frequencies()  # raises ModelError, before weights are read
-                        ropes.append(rope)
-                    attention.rope_index = ropes.index(rope)
+                if attention.config.rope is not None:
+                    attention.rope_index = self._rope_configs.index(attention.config.rope)
         for index, (_, recurrent) in enumerate(self.recurrent_layers):
             recurrent.recurrent_index = index
 
@@ -202,6 +196,23 @@ class CausalLM:
         """
         logits = self.vocabulary.compute_logits(hidden)
         return logits if logits is None or self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+
+def _make_vocabulary(root_scope: WeightScope, body_scope: WeightScope, config: DecoderConfig) -> Vocabulary:
+    """Make the embedding and the output head. If they share one matrix, the checkpoint's head is not used."""
+    embedding_name, head_name = f"{config.embedding_name}.weight", None if config.tie_embeddings else HEAD_NAME
+    return Vocabulary(body_scope, root_scope, embedding_name, head_name, config.vocab_size, config.hidden_size)
+
+
+def _list_rope_configs(layers: Sequence[tuple[int, Attention]]) -> list[RopeConfig]:
+    """Return the different rotary settings of attention layers. Raises ModelError for settings that cannot be used."""
+    ropes: list[RopeConfig] = []
+    for _, attention in layers:
+        rope = attention.config.rope
+        if rope is not None and rope not in ropes:
+            rope.compute_frequencies()  # raises ModelError now, before weights are read
+            ropes.append(rope)
+    return ropes
 
 
 def _group_layers(layers: Sequence[tuple[int, Attention]]) -> list[list[tuple[int, Attention]]]:

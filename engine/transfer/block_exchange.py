@@ -67,24 +67,29 @@ class BlockExchange:
     """Reads blocks of the cache for peers, and stores blocks that peers have sent."""
 
     def __init__(self, cache: KVCache, memory: BlockMemory, fingerprint: ModelFingerprint) -> None:
-        """Exchange the blocks of `cache`.
+        """Exchange the blocks of `cache` with other engines ("peers").
 
-        `memory`: holds their contents, on the device and on the host. `fingerprint`: of the model that computes them.
+        `memory`: has the contents of these blocks. `fingerprint`: identifies the model, so that engines of different
+        models exchange nothing.
         """
         self.fingerprint = fingerprint
         self.stats = TransferStats()
-        self.on_job: Callable[[], None] = lambda: None
-        """Called on the thread that has submitted a job, to wake the thread of the steps."""
-        self._jobs: deque[_Job] = deque()
         self.block_tokens = cache.block_size
         self._cache = cache
         self._memory = memory
         self._kinds = range(len(cache.spec.block_bytes_by_kind()))
-        self.content_bytes_by_kind = [memory.get_block_bytes(kind) for kind in self._kinds]
-        """Bytes of a block's content: none in a simulation."""
-        self.block_bytes_by_kind = self.content_bytes_by_kind
-        """Bytes of a block for bounds, statistics and simulated times."""
+
+        # Jobs read or write contents between two steps, on the thread of the steps.
+        self._jobs: deque[_Job] = deque()
+        self.on_job: Callable[[], None] = lambda: None
+        """Called on the thread that has submitted a job, to wake the thread of the steps."""
+
+        # A simulated memory has no contents. Transfers from it send no bytes, but take the time of real ones.
         self.simulated_memory = memory if isinstance(memory, SimulatedBlockMemory) else None
+        self.content_bytes_by_kind = [memory.get_block_bytes(kind) for kind in self._kinds]
+        """Bytes that are sent of a block of each kind: 0 in a simulation."""
+        self.block_bytes_by_kind = self.content_bytes_by_kind
+        """Bytes of a block of each kind, also of a simulated one, for bounds, statistics and simulated times."""
         if self.simulated_memory is not None:
             self.block_bytes_by_kind = [self.simulated_memory.block_bytes for _ in self._kinds]
 
