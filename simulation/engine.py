@@ -158,7 +158,10 @@ class SimWorker:
         self._unused_prefill_tokens = 0
         """Prompt tokens for which a step has room, if requests wait only for a slot; else 0."""
         self._prefill_capacity_used = 0
-        """Prompt tokens that all steps computed, or could have computed while a request waited for a slot."""
+        """Prompt tokens that all steps computed, or had room for while a request waited for a slot.
+
+        The clock by which waiting requests age.
+        """
 
     @property
     def running_sequence_count(self) -> int:
@@ -223,7 +226,11 @@ class SimWorker:
 
     # Steps -------------------------------------------------------------------------------------------------------
     def _start_step(self, now: float) -> None:
-        """Plan the next step, or run of decode-only steps, and set `wake_s` to its end; None without work."""
+        """Begin the next work at the time `now`, and set `wake_s` to the time when `advance` is called to end it.
+
+        If prompts are computed, that is one step. If all sequences decode, it is a run of many steps, up to the first
+        at whose end something changes. Without any sequence the worker is idle, and `wake_s` is None.
+        """
         if self.limits.is_preemptive:
             self._preempt_until_step_fits()
         self._plan_chunks()
@@ -233,18 +240,21 @@ class SimWorker:
             self._prefill_capacity_used += max(chunk_tokens, self._unused_prefill_tokens)
             self.wake_s = now + self._compute_prefill_step_s()
         elif self.decoding_heap:
-            self._decode_run = DecodeRun(now, self._count_steps_to_run())
+            self._decode_run = DecodeRun(start_s=now, planned_steps=self._count_steps_to_run())
             self.wake_s = self._compute_run_end_s(self._decode_run)
         else:
-            assert not self.waiting_sequences, (
-                f"worker {self.number} cannot take a request even when idle: its cache is too small"
-            )
             self.wake_s = None
+            assert not self.waiting_sequences, f"worker {self.number} is idle, but its cache is too small for a request"
 
     def _count_unused_prefill_tokens(self) -> int:
-        """Count the prompt tokens that a step could compute, if requests wait only for one of the `max_sequences`."""
-        has_full_batch = bool(self.waiting_sequences) and self.running_sequence_count >= self.limits.max_sequences
-        return max(self.step_times.step_tokens - len(self.decoding_heap), 0) if has_full_batch else 0
+        """Count the prompt tokens for which a step has room, but which wait because `max_sequences` run already.
+
+        A waiting request ages by them as if they were computed: see `_prefill_capacity_used`.
+        """
+        is_batch_full = self.running_sequence_count >= self.limits.max_sequences
+        if not is_batch_full or not self.waiting_sequences:
+            return 0
+        return max(self.step_times.step_tokens - len(self.decoding_heap), 0)
 
     def _count_steps_to_run(self) -> int:
         """Count the decode-only steps until a sequence finishes, or until the generated tokens have no free block."""
