@@ -228,8 +228,8 @@ class SimWorker:
     def _start_step(self, now: float) -> None:
         """Begin the next work at the time `now`, and set `wake_s` to the time when `advance` is called to end it.
 
-        If prompts are computed, that is one step. If all sequences decode, it is a run of many steps, up to the first
-        at whose end something changes. Without any sequence the worker is idle, and `wake_s` is None.
+        If prompts are computed, that is one step. If all sequences decode, it is a run of steps, until the first of
+        them finishes or the memory is full. Without any sequence the worker is idle, and `wake_s` is None.
         """
         if self.limits.is_preemptive:
             self._preempt_until_step_fits()

@@ -55,21 +55,19 @@ class EventLog:
     def record(self, action: Action, kind: int, node: Node) -> None:
         """Record a change of the block of `kind` at `node`. It joins the change before it, if that is of its sort.
 
-        Mostly, a block leaves host memory to make room for blocks that move there from the device ("demoted"). If these
-        were recorded last, the removal goes before them, so that later demotions can join theirs in one change. A block
-        that was itself among them must be removed after them.
+        A block that leaves host memory mostly makes room for blocks that move there one by one ("demoted"). So its
+        removal goes before the last demotions, and later ones can join these. If the block was itself among the last
+        demotions, its removal must follow them.
         """
         index = len(self._changes)
-        while index:
-            earlier_action, earlier_kind, earlier_blocks = self._changes[index - 1]
-            if earlier_action is action and (earlier_kind == kind or action is Action.DEMOTED):
-                earlier_blocks[kind, node] = None
-                return
-            follows_last_demotions = earlier_action is Action.DEMOTED and index == len(self._changes)
-            if action is not Action.HOST_REMOVED or not follows_last_demotions or (kind, node) in earlier_blocks:
-                break
+        last_demoted = self._changes[-1].blocks if index and self._changes[-1].action is Action.DEMOTED else None
+        if action is Action.HOST_REMOVED and last_demoted is not None and (kind, node) not in last_demoted:
             index -= 1
-        self._changes.insert(index, Change(action, kind, {(kind, node): None}))
+        previous = self._changes[index - 1] if index else None
+        if previous and previous.action is action and (previous.kind == kind or action is Action.DEMOTED):
+            previous.blocks[kind, node] = None
+        else:
+            self._changes.insert(index, Change(action, kind, {(kind, node): None}))
 
     def record_cleared(self) -> None:
         """Record that both memories are empty."""

@@ -24,11 +24,6 @@ def compute_unit_stride(spec: CacheSpec) -> int:
     return ceil_div(spec.unit_bytes, step) * step
 
 
-def count_units_in_memory(spec: CacheSpec, memory_bytes: int) -> int:
-    """Return how many units fit in `memory_bytes`."""
-    return memory_bytes // compute_unit_stride(spec)
-
-
 class DevicePool:
     """Holds the units of one device's memory and of host memory. Performs the copies of a plan."""
 

@@ -31,14 +31,11 @@ ALL_ALLOWED = 0xFFFFFFFF
 
 
 class _AnswerPart(Enum):
-    """Part of an answer to which its next token belongs."""
+    """Part of an answer to which its next token belongs. The first token shows whether it begins with reasoning."""
 
     FIRST_TOKEN = "first token"
-    """The answer has no token yet, and its first token will show whether it begins with reasoning."""
-    REASONING = "reasoning"
-    """Free text before the constrained part."""
-    CONSTRAINED = "constrained"
-    """Text that must match the grammar, up to the end of the answer."""
+    REASONING = "reasoning"  # free text, up to its end token
+    CONSTRAINED = "constrained"  # text that must match the grammar
 
 
 class _AnswerMatcher:
@@ -69,8 +66,12 @@ class _AnswerMatcher:
         """
         if self.failure is None:
             constrained_tokens = self._skip_reasoning(new_tokens)
-            if self.part is not _AnswerPart.REASONING:
+            if not self.is_reasoning:
                 self._match(constrained_tokens)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self.part is _AnswerPart.REASONING
 
     def _skip_reasoning(self, new_tokens: list[int]) -> list[int]:
         """Return those of the answer's next tokens that come after its reasoning, and set `part` to the last one's."""
@@ -78,7 +79,7 @@ class _AnswerMatcher:
         if self.part is _AnswerPart.FIRST_TOKEN and new_tokens:
             begins_reasoning = new_tokens[0] == constraint.reasoning_start_token
             self.part = _AnswerPart.REASONING if begins_reasoning else _AnswerPart.CONSTRAINED
-        if self.part is not _AnswerPart.REASONING:
+        if not self.is_reasoning:
             return new_tokens
         if constraint.reasoning_end_token not in new_tokens:
             return []
@@ -102,7 +103,7 @@ class _AnswerMatcher:
     @property
     def binds_next_token(self) -> bool:
         """Whether the next token must match the grammar. Reasoning that has begun is free."""
-        return self.failure is None and self.part is not _AnswerPart.REASONING
+        return self.failure is None and not self.is_reasoning
 
     def finish_mask(self, bits: MaskWords, banned_tokens: list[int]) -> None:
         """Complete the mask of the tokens that the grammar allows next, in place.
@@ -227,9 +228,7 @@ class Masks:
         for request in requests:
             device_tokens = [last_tokens[request.state_row]] if request.has_token_on_device else []
             request.answer.read([*request.new_tokens, *device_tokens])
-        masked_requests = [
-            request for request in requests if request.banned_tokens or request.answer.part is not _AnswerPart.REASONING
-        ]
+        masked_requests = [request for request in requests if request.banned_tokens or not request.answer.is_reasoning]
         words_per_mask = ceil_div(self._grammars.vocabulary.token_count, 32)  # a bit for each token
         masks = np.full((len(masked_requests), words_per_mask), ALL_ALLOWED, np.uint32)
         self._fill_bits([request.answer for request in masked_requests], masks)

@@ -13,7 +13,7 @@ import torch
 from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
-from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
+from engine.execution.device_pool import DevicePool, compute_unit_stride
 from engine.execution.profiling import make_largest_step, measure_peak_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammar_compiler import GrammarCompiler
@@ -205,11 +205,11 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
     else:
         source = "the free memory"
         memory_bytes = _compute_free_bytes(config, device, step_bytes)
-    unit_count = count_units_in_memory(spec, memory_bytes)
+    unit_bytes = compute_unit_stride(spec)
+    unit_count = memory_bytes // unit_bytes
     if config.kv_cache_memory_bytes is None and device.type == "cpu":
         unit_count = min(unit_count, ceil_div(CACHE_TOKENS_MAX, spec.block_size * blocks_per_unit))
     if unit_count < 1:
-        unit_bytes = compute_unit_stride(spec)
         raise ConfigError(f"{source}: {memory_bytes} bytes hold no unit of the cache ({unit_bytes} bytes)")
     return unit_count
 
@@ -248,10 +248,11 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     if not config.enable_prefix_caching:
         raise ConfigError(f"{flag} means nothing with --no-enable-prefix-caching")
     _check_memory(flag, memory_bytes, torch.device("cpu"))
-    count = count_units_in_memory(spec, memory_bytes // config.tensor_parallel_size)
-    if count < 1:
-        raise ConfigError(f"{flag}: holds no unit of the cache ({compute_unit_stride(spec)} bytes) on each rank")
-    return count
+    unit_bytes = compute_unit_stride(spec)
+    unit_count = memory_bytes // config.tensor_parallel_size // unit_bytes
+    if unit_count < 1:
+        raise ConfigError(f"{flag}: holds no unit of the cache ({unit_bytes} bytes) on each rank")
+    return unit_count
 
 
 def choose_step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> int:

@@ -71,13 +71,15 @@ def find_edge(
     """Find the edge of top_k or top_p in a row of logits, without sorting: the key of the last token that is kept.
 
     A key is an integer in the order of the logits (`encode_order`, which explains SHIFT). The edge is the largest key
-    in [low, high) from which on the tokens amount to at least `target`. With COUNTS, their number is the amount, for
-    top_k; else it is their weight, for top_p. A token weighs 2 ** ((logit - peak) * scale), and logits below `floor`
-    count as -inf. Each pass over the row sums the amounts from three pivots on, which leaves a quarter of the interval.
+    for which the tokens with this key or a larger one amount to at least `target`. For top_k (COUNTS), tokens amount to
+    their number: with keys 9, 7, 7, 3 and target 2, the edge is 7, as one token has a key of at least 8, and three have
+    one of at least 7. For top_p, they amount to the sum of their weights, 2 ** ((logit - peak) * scale) each. Logits
+    below `floor` count as -inf.
 
-    The tokens from `low` on amount to `at_low`, at least `target`, and no token has a key of `high` or more. low and
-    high are int64. Returns (edge, amount from the edge on, amount above the edge). A search that counts ends early at
-    a key from which on there are exactly `target` tokens; the amount above it then has no meaning.
+    The search halves the interval [low, high) twice in each pass over the row, by the amounts from three pivots on. At
+    the start, the tokens from `low` on amount to `at_low`, at least `target`, and no token has a key of `high` or more.
+    low and high are int64. Returns (edge, amount from the edge on, amount above the edge). A search that counts ends
+    early at a key from which on there are exactly `target` tokens; the amount above it then has no meaning.
     """
     lane = tl.arange(0, BLOCK)
     lane_type: tl.constexpr = tl.int32 if COUNTS else tl.float32
