@@ -424,29 +424,29 @@ class StreamState:
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived before a reply ended, and go live; request again what is missing.
 
-        Live batches below the next number were in the reply, too. If their bytes differ, the publisher has restarted.
+        For example, the reply ended with batch 6, and live batches 6, 7 and 9 had arrived. Batch 7 is applied, and 8 is
+        requested again. Batch 6 is a repetition; if its bytes differ, the publisher has restarted and numbers anew.
         """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None
             if seq > self._next_seq:
-                break
+                break  # a batch before this one is missing
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-                continue
-            replayed_digest = self._digest_by_applied_seq.get(seq)
-            if replayed_digest is not None and replayed_digest != digest_payload(payload):
+            elif self._was_other_batch_applied(seq, payload):
                 reason = f"seq {seq} is another batch than before"
                 return [*instructions, *self._handle_restart(reason, now, seq, payload)]
-            instructions.append(DuplicateBatch(seq))  # the reply brought it, too
-        self._repair.awaits_last_batch = False
+            else:
+                instructions.append(DuplicateBatch(seq))
 
-        highest_seq = self._early_batches.highest_seq
-        if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
+        highest_seq = self._early_batches.highest_seq  # also of a batch that did not fit, so that it is not stored
+        is_batch_missing = highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq
+        if is_batch_missing:
             return [*instructions, *self._request_again(f"replay never brings seq {self._next_seq}", now)]
         is_tail_check = self.phase is StreamPhase.REPAIR and self._repair.is_tail_check
-        if not is_tail_check:  # which was made because of a silence, and does not end it
+        if not is_tail_check:  # a check after a silence is no sign of the publisher, so the silence goes on
             self._silence_began_at = now
         self._enter_live()
         return instructions
@@ -485,13 +485,17 @@ class StreamState:
 
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """Handle a live batch with an old number: a repetition, or the first batch of a restarted publisher."""
-        applied_digest = self._digest_by_applied_seq.get(seq)
-        if applied_digest == digest_payload(payload):
-            return [DuplicateBatch(seq)]
-        if applied_digest is not None:
+        if self._was_other_batch_applied(seq, payload):
             return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
-        self._store_early(seq, payload)
+        if seq in self._digest_by_applied_seq:
+            return [DuplicateBatch(seq)]
+        self._store_early(seq, payload)  # too old for its digest: a replay shows whether it is a repetition
         return self._start_repair(now) if self.phase is StreamPhase.LIVE else []
+
+    def _was_other_batch_applied(self, seq: int, payload: bytes) -> bool:
+        """Return whether a batch with this number, but other bytes, was applied: then the publisher has restarted."""
+        applied_digest = self._digest_by_applied_seq.get(seq)
+        return applied_digest is not None and applied_digest != digest_payload(payload)
 
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
         """Advance the position by batch `seq`, the next one, and return the instruction to apply it."""

@@ -256,24 +256,24 @@ class WorkerCheck:
         return stores
 
     def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
-        """Report whether cache events announced the prompt's blocks, and what in them differs from the description.
+        """Report whether the worker's cache events announced the prompt's blocks, as a router needs to find them again.
 
-        The description is what the worker says of its event streams. `silent_sources`: addresses of events at which
-        nothing listens.
+        Also report what in the events differs from the worker's description of its streams, such as the block size.
+        `silent_sources`: described addresses of events at which nothing listens, so that this check listens there.
         """
-        stores = self._find_stores(prompt_ids)
-        connects_to_router = any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages)
-        if connects_to_router:
+        came_to_own_address = any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages)
+        if came_to_own_address:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
+        stores = self._find_stores(prompt_ids)
         if not stores:
             return [self._report_silence(silent_sources)]
-        block_count = sum(len(event.block_hashes) for _, event in stores)
+        first_message, events = stores[0][0], [event for _, event in stores]
+        block_count = sum(len(event.block_hashes) for event in events)
         findings = [Finding("events", True, f"{block_count} blocks announced")]
-        first_message, _ = stores[0]
-        events = [event for _, event in stores]
         for source in self._facts.sources:
-            if str(source.data_parallel_rank) == first_message.stream_id:
+            is_source_of_events = str(source.data_parallel_rank) == first_message.stream_id
+            if is_source_of_events:
                 block_size = source.block_size or self._facts.spec.block_size
                 findings += _find_contradictions(source, block_size, first_message, events)
         return findings

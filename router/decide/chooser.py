@@ -103,7 +103,11 @@ class Chooser:
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
-        """Make a chooser that reads these parts of the router's core, and changes none of them but `rng`."""
+        """Make a chooser for `config.policy`; the policy "kv", the default, takes the cheapest worker.
+
+        `registry` has the workers, `tracker` their load, `cache_state` what they have cached, and `links` the speed of
+        transfers between them. The chooser changes none of them, and draws from `rng`.
+        """
         self._output_lengths = OutputLengths()
         self._registry = registry
         self._tracker = tracker
@@ -115,7 +119,7 @@ class Chooser:
         self._policy = config.policy
         self._session_affinity = config.session_affinity
         self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
-        has_other_rule = self.custom_policy is not None or config.session_affinity
+        has_other_rule = self.custom_policy is not None or config.session_affinity  # which comes before the price
         self._chooses_by_price = config.policy == "kv" and not has_other_rule
 
         self.tie_rotation = 0
@@ -225,10 +229,10 @@ class Chooser:
         return candidates
 
     def _add_missing_source(self, choice: RoutingChoice, excluded_sources: frozenset[str]) -> None:
-        """Give a winner that cannot compute the prompt a source, a worker that sends it the KV, if there is any.
+        """Choose the worker that computes the prompt for a winner which cannot do that, as decode workers cannot.
 
-        The source is the cheapest of the least busy workers. Workers that failed this request before, or a transfer to
-        the winner lately, are used only if there are no others.
+        That worker, the source, sends the KV to the winner. It is the cheapest of the least busy ones. Workers that
+        failed this request before, or a transfer to the winner lately, are used only if there are no others.
         """
         decoder, facts = choice.winner.target, choice.request_facts
         sources = [
@@ -237,8 +241,9 @@ class Chooser:
             if may_transfer(source.transfer_facts, decoder.transfer_facts, TransferKind.PREFILL)
         ]
         sources = [source for source in sources if source.worker_id not in excluded_sources] or sources
-        sources = [s for s in sources if not self._links.is_paused(s.name, decoder.name, facts.now)] or sources
-        priced_sources = self._price_prefills(choice, find_least_busy(sources, facts.now))
+        links, now = self._links, facts.now
+        usable_sources = [s for s in sources if not links.is_paused(s.name, decoder.name, now)] or sources
+        priced_sources = self._price_prefills(choice, find_least_busy(usable_sources, now))
         planner = TransferPlanner(self._links, facts, uses_paused_pairs=True)
         plans = planner.plan_prefills([choice.winner], priced_sources)
         if plans:

@@ -25,7 +25,6 @@ from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Pr
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import ResponseRedactor
-from router.edge.token_recorder import TokenRecorder
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
 from router.edge.upstream import Endpoint, UpstreamConnection, is_local_error
@@ -86,11 +85,6 @@ class Exchange:
             return False
         is_about_response = path.startswith(RESPONSES_PATH)
         return is_about_response or (route.scope.lora is not None and path in API_KIND_BY_PATH)
-
-    @property
-    def _recorder(self) -> TokenRecorder | None:
-        """Recorder of the tokens in the present worker's answer; None if they are not recorded."""
-        return None if self.context.continuation is None else self.context.continuation.recorder
 
     # From the core ------------------------------------------------------------------------------------------------
 
@@ -333,20 +327,17 @@ class Exchange:
         self.on_attempt_body(head, data)
 
     def _begin_response(self, head: ResponseHead) -> None:
-        """Decide how the client gets the answer that begins with this head of the worker, and build its own head."""
+        """Build the client's head from the worker's. Decide whether the body is sent in chunks, and what is blanked."""
         request, redacted_keys = self.context.request, self._proxy.redacted_keys
         self._adds_chunks = head.is_chunked and not request.is_http_1_0
         self._redactor = None
         if redacted_keys is not None and head.has_json:
             self._redactor = ResponseRedactor(redacted_keys)
+        shown_decision = self.context.decision if self._proxy.config.cache_headers else None
         self._unsent_head = build_response_head(
-            head,
-            self.context.trace_id,
-            self.context.decision if self._proxy.config.cache_headers else None,
-            is_chunked=self._adds_chunks,
-            keep_alive=self._keeps_alive(head),
-            cors_headers=self.client.cors_headers,
-        )
+            head, self.context.trace_id, shown_decision, is_chunked=self._adds_chunks,
+            keep_alive=self._keeps_alive(head), cors_headers=self.client.cors_headers,
+        )  # fmt: skip
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         """Return whether the client's connection can carry further requests after this answer."""
@@ -396,7 +387,8 @@ class Exchange:
 
         Bytes that the worker sends after the end of its answer are dropped.
         """
-        context, recorder, now = self.context, self._recorder, self._proxy.now()
+        context, now = self.context, self._proxy.now()
+        recorder = None if context.continuation is None else context.continuation.recorder
         content, surplus = head.body.feed(data)
         self._forward_content(head, content, now)
         if recorder is not None and recorder.has_worker_failed:
@@ -412,13 +404,15 @@ class Exchange:
             self._complete(head, reusable=head.keep_alive and not surplus)
 
     def _forward_content(self, head: ResponseHead, content: bytes, now: float) -> None:
-        """Send the next content of an answer to the client, and record the answer's progress."""
+        """Send the next content of an answer to the client, and record the answer's progress.
+
+        The first output counts as the first token. Events that come before the model's output do not.
+        """
         context, progress, is_last = self.context, self.context.progress, head.body.is_complete
         if progress.first_byte_at_s is None and content:
             progress.first_byte_at_s = now
-        is_first_output = (
-            not progress.has_started and bool(content) and progress.is_output(content, context.request.path)
-        )
+        may_be_first_output = bool(content) and not progress.has_started
+        is_first_output = may_be_first_output and progress.is_output(content, context.request.path)
         if is_first_output:
             progress.has_started = True
             if context.is_streaming and head.status == 200:

@@ -367,21 +367,21 @@ class Proxy:
 
         Called several times a second. A stalled worker is up but has sent nothing on any stream for a while.
         """
-        latest_byte_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self.config.timeouts)
                 self._migrate_if_needed(exchange, now)
             except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
                 self.end_crashed(exchange, error)
-            last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
-            if last_byte_s is not None and decision is not None:
-                latest_byte_s = latest_byte_s_by_worker.get(decision.worker, last_byte_s)
-                latest_byte_s_by_worker[decision.worker] = max(last_byte_s, latest_byte_s)
-        self._update_stalled_workers(latest_byte_s_by_worker, now)
+        self._update_stalled_workers(now)
 
-    def _update_stalled_workers(self, last_byte_s_by_worker: dict[str, float], now: float) -> None:
-        """Have the core find the workers that stand still, by the last byte of any stream of each worker."""
+    def _update_stalled_workers(self, now: float) -> None:
+        """Have the core find the workers that stand still, by the last byte of any running stream of each worker."""
+        last_byte_s_by_worker: dict[str, float] = {}
+        for exchange in self.exchanges.values():
+            byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
+            if byte_s is not None and decision is not None:
+                last_byte_s_by_worker[decision.worker] = max(byte_s, last_byte_s_by_worker.get(decision.worker, byte_s))
         for worker_id in self.core.update_stalled_workers(last_byte_s_by_worker, now):
             if worker_id in self.core.stall_detector.stalled_workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)

@@ -131,9 +131,9 @@ class IndexFeed:
         blocks that a rank may announce.
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
-        targets = list(zip(sources, holders))
         old_addresses = [make_address(stream.source, stream.holder) for stream in old_streams]
-        if old_addresses == [make_address(source, holder) for source, holder in targets]:
+        new_addresses = [make_address(source, holder) for source, holder in zip(sources, holders)]
+        if old_addresses == new_addresses:
             for stream, source in zip(old_streams, sources):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
@@ -142,14 +142,14 @@ class IndexFeed:
             self._stop_stream(stream)
             self._clear_and_report(stream)  # the new stream starts from nothing, without announcing that
         new_streams = self._streams_by_worker[worker_id] = []
-        for rank, (source, holder) in enumerate(targets):
+        for rank, (source, holder) in enumerate(zip(sources, holders)):
             stream = WorkerStream(
                 worker_id=worker_id,
                 rank=rank,
                 source=source,
                 holder=holder,
                 counters=old_streams[rank].counters if rank < len(old_streams) else make_stream_counters(),
-                is_only_rank=len(targets) == 1,
+                is_only_rank=len(new_addresses) == 1,
                 blocks_max=blocks_max,
             )
             snapshot = snapshots.get(rank) if snapshots else None
@@ -371,19 +371,20 @@ class IndexFeed:
         return None
 
     def _enforce_limits(self, stream: WorkerStream, stored_blocks: int) -> None:
-        """Drop cached blocks from the index: of `stream` if it has too many, of the largest stream if memory is full.
+        """Drop all blocks of `stream` from the index if they are too many; of the largest stream if memory is full.
 
         `stored_blocks`: blocks that the stream has just stored. Counting blocks and measuring memory are slow, so each
         is done only once in many stored blocks.
         """
         stream.stored_since_counted += stored_blocks
-        if stream.stored_since_counted >= min(COUNT_EVERY, stream.blocks_max):
+        is_count_due = stream.stored_since_counted >= min(COUNT_EVERY, stream.blocks_max)
+        if is_count_due:
             stream.stored_since_counted = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
-
         self._blocks_since_measurement += stored_blocks
-        if self._blocks_since_measurement >= MEASURE_EVERY:
+        is_measurement_due = self._blocks_since_measurement >= MEASURE_EVERY
+        if is_measurement_due:
             self._blocks_since_measurement = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
                 largest_stream = max(self._stream_by_id.values(), key=self._measure_size)
@@ -418,7 +419,7 @@ class IndexFeed:
         self._report(StreamLost(stream.worker_id, stream.rank))
 
     def _write_snapshot(self, stream: WorkerStream, snapshot: Future[PeerSnapshot | None]) -> SlicedWork:
-        """Dump what the index has of a stream, slice by slice.
+        """Copy the blocks of a stream from the index in slices of some milliseconds, with a `yield` after each.
 
         The result of `snapshot` is set at the end: None if the stream was replaced, or its cache cleared, meanwhile.
         """
@@ -481,26 +482,30 @@ class IndexFeed:
         try:
             report = self._index.ingest(stream.holder, batch.payload, time.monotonic())
             self._record_applied(stream, batch, report)
-        except KeyError:
-            log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
+        except KeyError:  # the index entry that the blocks go to was removed, and its stream is about to be
+            log.debug("holder of %s is gone already", stream.stream_id)
         return None
 
     def _ingest_in_slices(self, stream: WorkerStream, batch: Apply) -> SlicedWork:
-        """Apply a long batch slice by slice, unless the stream is stopped meanwhile."""
+        """Apply a long batch to the index in slices of some milliseconds, with a `yield` after each but the last.
+
+        Between slices the feed's thread does other work. If the stream is stopped meanwhile, the rest is not applied.
+        """
         task: IngestTask | None = None
-        while True:
+        has_more = True
+        while has_more:
             with self._lock:
                 if stream.stream_id not in self._stream_by_id:
                     return
                 try:
                     task = task or self._index.begin_ingest(stream.holder, batch.payload, time.monotonic())
-                    if not task.step():
+                    has_more = task.step()
+                    if not has_more:
                         self._record_applied(stream, batch, task.report)
-                        return
-                except KeyError:
-                    log.debug("holder of %s is gone already", stream.stream_id)
+                except KeyError:  # the index entry that the blocks go to was removed
                     return
-            yield
+            if has_more:
+                yield
 
     def _record_applied(self, stream: WorkerStream, batch: Apply, report: IngestReport) -> None:
         """Update a stream's record after a batch was applied to the index, and report what it says about the worker.

@@ -442,21 +442,25 @@ class ClientConnection(asyncio.Protocol):
             self._handle_requests()
 
     def _start_request(self, request: HttpRequest) -> None:
-        """Pass a complete request to the application, now or when its body is decoded; answer a refused one."""
+        """Pass a complete request to the application. A compressed body is decoded before, by a task.
+
+        The connection is busy until the request is answered. If the application or a limit refuses the request, its
+        answer is an error.
+        """
         self._is_busy = True
         self.has_response_started = False
         if self._app.is_ending:
-            request.keep_alive = False
+            request.keep_alive = False  # the client's next request goes to another router
         self._keep_alive = self._keep_alive and request.keep_alive
         try:
             self._set_current_request(request)
             self._admit(request)
             self._charge_buffered_bytes()
-            body_coding = get_body_coding(request) if request.body_bytes else None
-            if body_coding is None:
+            compression = get_body_coding(request) if request.body_bytes else None
+            if compression is None:
                 self._app.handle(self, request)
             else:
-                self.responder = TaskResponder(self._decode_and_handle(request, body_coding))
+                self.responder = TaskResponder(self._decode_and_handle(request, compression))
         except RequestError as refused:
             self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives

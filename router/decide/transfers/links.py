@@ -57,18 +57,18 @@ class TransferLinks:
     def estimate(self, source: Target, destination: Target | None, tokens: int, now: float) -> TransferEstimate:
         """Return the expected time to move the KV of `tokens` tokens between two workers, if that begins now.
 
-        The transfers at one end share its network equally, so this one takes the time of the bytes of all. Without a
-        `destination`, it is not chosen yet: only the source is known to be shared, and no pair has a factor of its own.
+        A worker's transfers share its network equally: beside two others, this one takes as long as three times its
+        bytes. `destination` is None if it is not chosen yet. Then only the source's other transfers count.
         """
-        facts, shared_by = source.transfer_facts, source.load.outgoing_transfers
+        facts, other_transfers = source.transfer_facts, source.load.outgoing_transfers
         factor = self._all_pairs_factor.get(now)
         if destination is not None:
-            shared_by = max(shared_by, destination.load.incoming_transfers)
+            other_transfers = max(other_transfers, destination.load.incoming_transfers)
             pair = self._pairs.get((source.name, destination.name))
             factor = factor if pair is None else pair.time_factor.get(now, prior=factor)
-        byte_count = (1 + shared_by) * tokens * facts.bytes_per_token
-        transfer_s = self._config.floor_s + byte_count / (1e9 * (facts.gb_s or self._config.gb_s))
-        gives_between_steps = facts.dialect == BLOCKCAST
+        shared_bytes = (1 + other_transfers) * tokens * facts.bytes_per_token
+        transfer_s = self._config.floor_s + shared_bytes / (1e9 * (facts.gb_s or self._config.gb_s))
+        gives_between_steps = facts.dialect == BLOCKCAST  # engines of this project send blocks after a step has ended
         wait_s = source.estimate_step_remaining_s(now) if gives_between_steps else 0.0
         return TransferEstimate(wait_s, max(transfer_s, UNSCALED_S_MIN), factor)
 

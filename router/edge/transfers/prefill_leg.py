@@ -158,7 +158,7 @@ class PrefillLeg:
     def close(self) -> None:
         """End the prefill: close the connection, so that the worker stops computing, and free KV that nobody fetches.
 
-        For the latter, the worker of the decode fetches the KV for one token.
+        A worker keeps computed KV for a while unless it is fetched, so the decode's worker is asked for one token.
         """
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -210,13 +210,7 @@ class PrefillLeg:
     def _finish(self, head: ResponseHead) -> None:
         """Read the complete answer of the prefill's worker, and report that the prompt is computed, or why not."""
         if head.status != 200:
-            reason = head.status_and_reason.decode("latin-1")
-            is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
-            if is_refused and self.needs_partner:  # the other worker has the request too, and will refuse it as well
-                self._refusal, self._deadline_s = reason, self._proxy.now() + SECONDS_MIN
-            else:
-                may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
-                self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
+            self._handle_error(head)
             return
         if not self.handover.is_concurrent:  # the answer says where the KV is
             try:
@@ -233,6 +227,19 @@ class PrefillLeg:
         duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
         duration_histogram.observe(now - self.times.started_at_s)
         self._exchange.on_prefill_computed()
+
+    def _handle_error(self, head: ResponseHead) -> None:
+        """Fail the prefill after an error status, unless the decode's worker will refuse the request as well.
+
+        Both workers of SGLang get the request at once. The client is to get the decode's refusal, which comes soon.
+        """
+        reason = head.status_and_reason.decode("latin-1")
+        is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
+        if is_refused and self.needs_partner:
+            self._refusal, self._deadline_s = reason, self._proxy.now() + SECONDS_MIN
+        else:
+            may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
+            self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Handle the end of the connection to the prefill's worker: resend the request, complete the answer, or fail.
