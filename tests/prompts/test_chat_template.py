@@ -172,13 +172,34 @@ def test_content_format(name):
     "source",
     [
         "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set content = m['content'] %}{% for p in content %}{{ p }}{% endfor %}{% endfor %}",
         "{% set ms = messages[1:] %}{% for m in ms %}{% for p in m['content'] | list %}{{ p }}{% endfor %}{% endfor %}",
-        "{% for p in messages[0].content %}{{ p.text }}{% endfor %}",
+        "{% macro text(c) %}{% for p in c %}{{ p }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ text(m.content) }}{% endfor %}",
+        "{% macro text(i, c) %}{% for p in c %}{{ p }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ text(1, c=m.content) }}{% endfor %}",
+        "{% set ns = namespace(turns=messages) %}"
+        "{% for m in ns.turns %}{% for p in m.content %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(i=0) %}{% set ns.turns = messages %}"
+        "{% for m in ns.turns %}{% for p in m.content %}{% endfor %}{% endfor %}",
     ],
 )
 def test_content_format_follows_names(source):
     assert ChatTemplate(source).find_content_format() == "parts"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for p in messages[0].content %}{{ p.text }}{% endfor %}",
+        "{% set m = messages[0] %}{% for p in m.content %}{{ p.text }}{% endfor %}",
+        "{% macro text(content) %}{% for p in content %}{{ p }}{% endfor %}{% endmacro %}{{ text(system) }}",
+        "{% for m in messages %}{% for word in m.text %}{{ word }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_content_format_follows_no_more_names_than_vllm(source):
+    assert ChatTemplate(source).find_content_format() == "string"
 
 
 def chat(messages, **fields):
@@ -187,7 +208,7 @@ def chat(messages, **fields):
 
 def test_parts_are_joined_for_string_templates_and_wrapped_for_part_templates():
     source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
-    looping_source = source + "{% for p in messages[0].content %}{% endfor %}"
+    looping_source = source + "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "no"}]
     request = chat([{"role": "user", "content": parts}, {"role": "user", "content": "c"}])
     assert render_chat(ChatTemplate(source), request) == '"a\\nb\\nno""c"'
