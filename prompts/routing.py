@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -94,37 +93,55 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 _value_decoder = msgspec.json.Decoder()
-raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Decoder of a body's top-level fields as undecoded JSON."""
+RawFields = dict[str, msgspec.Raw]
+"""Top-level fields of a body: name -> value as undecoded JSON."""
+_raw_fields_decoder = msgspec.json.Decoder(RawFields)
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
     """Read a body sent to `path`. Raises RequestError if it is no JSON object, or its priority no integer."""
-    return parse_body(API_KIND_BY_PATH.get(path, "other"), data)[0]
+    return parse_body(API_KIND_BY_PATH.get(path, "other"), data)
 
 
-def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, msgspec.Raw]]:
-    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`.
-
-    Of a body that the worker will refuse, only single fields are read.
-    """
+def decode_fields(data: bytes) -> RawFields:
+    """Return the top-level fields of a body, their values as undecoded JSON. Raises RequestError for other JSON."""
     check_object(data)
-    raw_fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
-    source: MessagesRequest | ResponsesRequest | None = None
-    if kind in ("messages", "responses"):
-        with suppress(RequestError):  # the worker will say what is wrong
-            source = parse_messages(data) if kind == "messages" else parse_responses_request(data)
-    if source is not None:
-        request = _make_from_source(source)
+    return decode_json(_raw_fields_decoder, data)
+
+
+def parse_body(kind: ApiKind, data: bytes, raw_fields: RawFields | None = None) -> RoutingRequest:
+    """Read the fields of a body that a router needs. Raises RequestError as `parse_routing` does.
+
+    `raw_fields`: result of `decode_fields`, if the caller has it. A body that the worker will refuse raises nothing if
+    its JSON and its priority are valid: the request then lacks the malformed fields.
+    """
+    if raw_fields is None:
+        raw_fields = decode_fields(data)
+    source = _parse_source(kind, data)
+    if source is None:
+        request = make_routing_request(kind, _decode_values(raw_fields, data))
     else:
-        try:
-            fields = {name: _value_decoder.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            fields = decode_json(_value_decoder, data)  # raises an error that names the place in the body
-        request = make_routing_request(kind, fields)
-    if may_have_worker_fields(raw_fields):
-        request = request.replace(has_worker_fields=True)
-    return request, raw_fields
+        request = _make_from_source(source)
+    return request.replace(has_worker_fields=True) if may_have_worker_fields(raw_fields) else request
+
+
+def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
+    """Parse a body of the Messages or Responses API; None for one of another API, and for a malformed one."""
+    try:
+        if kind == "messages":
+            return parse_messages(data)
+        return parse_responses_request(data) if kind == "responses" else None
+    except RequestError:
+        return None  # the worker will say what is wrong
+
+
+def _decode_values(raw_fields: RawFields, data: bytes) -> dict[str, Any]:
+    """Decode the fields of a body that routing needs. Raises RequestError that names the place in `data`."""
+    try:
+        return {name: _value_decoder.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields: dict[str, Any] = decode_json(_value_decoder, data)
+        return fields
 
 
 def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingRequest:

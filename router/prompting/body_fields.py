@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from prompts.chat_completions import decode_json
 from prompts.errors import RequestError
-from prompts.routing import raw_fields_decoder
+from prompts.routing import decode_fields
 
 MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""
@@ -93,7 +92,7 @@ def locate_fields(body: bytes) -> FieldSpans:
 
     Raises RequestError for other JSON, for too many fields, and for a field that comes twice.
     """
-    raw_value_by_field = decode_json(raw_fields_decoder, body)
+    raw_value_by_field = decode_fields(body)
     if len(raw_value_by_field) > MAX_FIELDS:
         raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
     span_by_field: dict[str, tuple[int, int]] = {}

@@ -7,6 +7,7 @@ begins with a token at which the tokenizer cuts any text, so that its ids do not
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -112,6 +113,10 @@ class BoundaryRenderer:
         random_text = self._render_after(prefix, inputs, random_turn.make_messages())
         pieces = None if random_text is None else split_at_texts(random_text, random_turn.texts)
         return pieces if pieces is not None and pieces.fill(turn.texts) == text else None
+
+    def encode(self, text: str) -> array[int]:
+        """Return the token ids of a text that a template has written, which has its special tokens already."""
+        return self.tokenizer.encode_array(text, add_special_tokens=False)
 
     def _find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
         return find_template_markers(self._select_source(chat))

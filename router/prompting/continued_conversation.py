@@ -9,14 +9,13 @@ before message 7.
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from itertools import takewhile
 
 import msgspec
 
 from prompts.anthropic import MessagesRequest, convert_turn, depends_on_template
 from prompts.chat_completions import Message
-from prompts.routing import RoutingRequest, raw_fields_decoder
+from prompts.routing import RoutingRequest
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
 from router.prompting.conversation_cache import Boundary, BoundaryLocation, CachedConversation
@@ -77,7 +76,7 @@ def cache_conversation(
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not is_text_prompt(request, chat):
         return None
-    messages_array = locate_messages(body, raw_fields_decoder.decode(body))
+    messages_array = locate_messages(body)
     if messages_array is None:
         return None
     inputs = _read_inputs(request, chat, chat.messages, renderer)
@@ -127,7 +126,7 @@ def _make_first_boundaries(
         later = rendered.cut_before_last(later_count) if later_count <= later_count_max else None
         if later is None:
             continue
-        later_ids = rendered.renderer.tokenizer.encode_array(later.text, add_special_tokens=False)
+        later_ids = rendered.renderer.encode(later.text)
         token_count = len(token_ids) - len(later_ids)
         if token_ids[token_count:] == later_ids:  # the ids can be cut at the same place as the text
             boundaries.append(_make_boundary(later, message_ends, trailing_count, message_count, token_count))
@@ -198,24 +197,22 @@ def continue_conversation(
     rendered = renderer.render_new(boundary.placeholders, partial_body.inputs, new_messages)
     if rendered is None:
         return None
-    later = None  # the messages after the next boundary
-    message_ends: list[int] = []
-    is_worthwhile = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
-    if is_worthwhile and not depends_on_template(request.source):
-        message_ends = partial_body.find_new_message_ends()
-        if trailing_count < len(message_ends):
-            later = rendered.cut_before_last(_count_chat_messages(request, trailing_count))
-
-    encode = partial(renderer.tokenizer.encode_array, add_special_tokens=False)
-    later_text = "" if later is None else later.text
     token_ids = conversation.token_ids[: boundary.token_count]
-    token_ids += encode(rendered.text.removesuffix(later_text))
     continuation = Continuation(conversation, boundary, request, new_messages, token_ids)
-    if later is not None:
-        message_count = boundary.message_count + len(new_messages)
-        next_boundary = _make_boundary(later, message_ends, trailing_count, message_count, token_count=len(token_ids))
-        token_ids += encode(later_text)
-        continuation.cache_entry = conversation.extend(
-            boundary, next_boundary, new_messages, token_ids, partial_body.other_fields
-        )
+    trailing = None  # messages after the next boundary, if the next turn gets one of its own
+    new_bytes = len(body) - boundary.body_end
+    if new_bytes >= max(GROWTH_BYTES_MIN, boundary.body_end // 32) and not depends_on_template(request.source):
+        trailing = rendered.cut_before_last(_count_chat_messages(request, trailing_count))
+    if trailing is None:
+        token_ids += renderer.encode(rendered.text)
+        return continuation
+    # The text may be cut before the trailing messages: the ids of both parts are those of the whole.
+    token_ids += renderer.encode(rendered.text.removesuffix(trailing.text))
+    message_ends = partial_body.find_new_message_ends()
+    message_count = boundary.message_count + len(new_messages)
+    next_boundary = _make_boundary(trailing, message_ends, trailing_count, message_count, token_count=len(token_ids))
+    token_ids += renderer.encode(trailing.text)
+    continuation.cache_entry = conversation.extend(
+        boundary, next_boundary, new_messages, token_ids, partial_body.other_fields
+    )
     return continuation

@@ -199,25 +199,33 @@ class ConversationCache:
     def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
         """Find the cached conversations that a body continues: return boundaries up to which both bodies are equal.
 
-        A boundary is a place between two messages. At most BOUNDARIES_MAX are returned, the furthest first. A digest of
-        a prefix (`keys`) finds candidates; a second digest compares the bytes between that prefix and the boundary.
+        A boundary is a place between two messages. At most BOUNDARIES_MAX are returned, the furthest first.
         """
         matches: list[BoundaryLocation] = []
         keys = self._digest_prefixes(body, len(body))
         cached_prefixes = [index for index in reversed(range(len(keys))) if keys[index] in self._locations_by_key]
         for prefix_index in cached_prefixes[:KEYS_MAX]:
-            equal_locations = [
-                location
-                for location in self._locations_by_key[keys[prefix_index]]
-                if location.conversation.kind == kind
-                and location.digest == self._digest_rest(body, prefix_index, location.boundary)
-            ]
-            equal_locations.sort(key=lambda location: location.boundary.body_end)
-            matches += reversed(equal_locations)
+            candidates = self._locations_by_key[keys[prefix_index]]
+            matches += self._find_equal(candidates, kind, body, PREFIX_LENGTHS[prefix_index])
             if len(matches) >= BOUNDARIES_MAX:
                 break
         self.misses += not matches
         return matches[:BOUNDARIES_MAX]
+
+    def _find_equal(
+        self, candidates: list[BoundaryLocation], kind: ApiKind, body: bytes, prefix_length: int
+    ) -> list[BoundaryLocation]:
+        """Return the candidates up to which a body is equal to the cached one, the furthest and newest first.
+
+        The bodies are already known to have an equal prefix. The bytes between it and the boundary are compared here.
+        """
+        equal_locations = [
+            location
+            for location in reversed(candidates)
+            if location.conversation.kind == kind
+            and location.digest == self._digest_range(body, prefix_length, location.boundary.body_end)
+        ]
+        return sorted(equal_locations, key=lambda location: location.boundary.body_end, reverse=True)
 
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
         """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS.
@@ -227,10 +235,8 @@ class ConversationCache:
         view, digest, parts = memoryview(body), self._seed, _PREFIX_PARTS[: bisect_right(PREFIX_LENGTHS, end)]
         return [digest := xxh3_64_intdigest(view[part], digest) for part in parts]
 
-    def _digest_rest(self, body: bytes, prefix_index: int, boundary: Boundary) -> int:
-        """Digest the bytes between a prefix of PREFIX_LENGTHS and a boundary."""
-        rest = memoryview(body)[PREFIX_LENGTHS[prefix_index] : boundary.body_end]
-        return xxh3_64_intdigest(rest, self._seed)
+    def _digest_range(self, body: bytes, start: int, end: int) -> int:
+        return xxh3_64_intdigest(memoryview(body)[start:end], self._seed)
 
     def record_hit(self, conversation: CachedConversation) -> None:
         """Count a use of a conversation, and make it the most recently used one."""
@@ -273,7 +279,7 @@ class ConversationCache:
         for boundary in conversation.boundaries:
             prefix_index = bisect_right(PREFIX_LENGTHS, boundary.body_end) - 1
             if prefix_index >= 0:
-                digest = self._digest_rest(body, prefix_index, boundary)
+                digest = self._digest_range(body, PREFIX_LENGTHS[prefix_index], boundary.body_end)
                 locations.append(BoundaryLocation(conversation, boundary, keys[prefix_index], digest))
         return locations
 

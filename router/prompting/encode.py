@@ -18,10 +18,9 @@ from prompts.responses import get_response_id_of_item
 from prompts.routing import (
     ApiKind,
     RoutingRequest,
-    check_object,
     convert_source_to_chat,
+    decode_fields,
     make_routing_request,
-    raw_fields_decoder,
 )
 from prompts.tokenizer import Tokenizer
 
@@ -273,8 +272,7 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     only the start of its JSON. `kind`: the API that the request's path names; None: a body with a list of `messages` is
     a chat, and any other one a completion. Raises RequestError if the body is no JSON object.
     """
-    check_object(body)
-    raw_value_by_field = decode_json(raw_fields_decoder, body)
+    raw_value_by_field = decode_fields(body)
 
     def decode_field(name: str) -> Any:
         return _decode_small_value(raw_value_by_field.get(name))

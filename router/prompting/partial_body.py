@@ -15,15 +15,14 @@ from prompts.anthropic import depends_on_template
 from prompts.chat_completions import Message
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, convert_source_to_chat, has_media, parse_body
+from prompts.routing import RoutingRequest, convert_source_to_chat, decode_fields, has_media, parse_body
+from router.prompting.body_fields import locate_fields
 from router.prompting.boundary_rendering import TemplateInputs
 from router.prompting.conversation_cache import Boundary, CachedConversation, OtherFields
 from router.prompting.encode import has_more_objects
 
 TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
 """Largest part of a body that is read after a boundary, so that other requests do not wait."""
-_SEARCHED_BYTES = 256
-"""Bytes of an array by which it is found in its body."""
 _SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
 """Message in a body in place of all messages before a boundary."""
 _SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
@@ -144,17 +143,19 @@ def _parse_without_cached_messages(
     if has_more_objects(short_body, TAIL_BRACKETS_MAX):
         return None
     try:
-        request, fields = parse_body(conversation.kind, short_body)
+        fields = decode_fields(short_body)
+        request = parse_body(conversation.kind, short_body, fields)
         chat = request if request.source is None else convert_source_to_chat(request, template)
     except RequestError:
         return None
-    short_array = locate_messages(short_body, fields, messages_start)
+    short_array_json = bytes(fields["messages"])
+    is_only_array = short_body.startswith(short_array_json, messages_start)  # the body has no second `messages`
     messages = chat.messages or []
-    if short_array is None or _SENTINEL_MESSAGE not in messages[:2] or not is_text_prompt(request, chat):
+    if not is_only_array or _SENTINEL_MESSAGE not in messages[:2] or not is_text_prompt(request, chat):
         return None
     # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     system_message_count = messages.index(_SENTINEL_MESSAGE)
-    messages_array = MessagesArray(short_array.start + len(body) - len(short_body), short_array.json)
+    messages_array = MessagesArray(messages_start + len(body) - len(short_body), short_array_json)
     inputs_digest = digest_inputs(template, chat, system_message_count)
     return PartialBody(
         request=request,
@@ -165,23 +166,15 @@ def _parse_without_cached_messages(
     )
 
 
-def locate_messages(
-    body: bytes, fields: dict[str, msgspec.Raw], messages_start: int | None = None
-) -> MessagesArray | None:
-    """Find the array of messages in a body; return None if there is none, or if its offset is not certain.
-
-    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the body is searched
-    for the first bytes of the array, which must be in it only once.
-    """
-    array_json = bytes(fields.get("messages", b""))
-    if messages_start is None:
-        first_bytes = array_json[:_SEARCHED_BYTES]
-        messages_start = body.find(first_bytes)
-        if body.find(first_bytes, messages_start + 1) >= 0:
-            return None
-    if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
+def locate_messages(body: bytes) -> MessagesArray | None:
+    """Find the array of messages in a body; None if there is none, or if the body has a field twice."""
+    try:
+        span_by_field = locate_fields(body).span_by_field
+    except RequestError:
         return None
-    return MessagesArray(messages_start, array_json)
+    start, end = span_by_field.get("messages", (0, 0))
+    array_json = body[start:end]
+    return MessagesArray(start, array_json) if array_json.startswith(b"[") else None
 
 
 def get_other_fields(

@@ -43,7 +43,8 @@ _FILLED_FIELDS: Final = ("content", "reasoning_content", "reasoning")
 
 So the placeholders' text has a thought of each kind, and a template that drops thoughts later writes another text.
 """
-_PLAIN_TEXT: Final = ("text",)
+_PLAIN_TEXT_PART: Final = "text", ("text",)
+"""Description of a part that is a text without markers."""
 _Kind = tuple[object, ...]
 
 
@@ -55,6 +56,14 @@ class _Placeholder(NamedTuple):
     kind: _Kind
     """Everything by which a template may tell the message from others, besides its texts."""
     message: Message
+
+
+class _ShortPart(NamedTuple):
+    """A part of a message's content with a short text."""
+
+    description: tuple[object, object]
+    """Type of the part and description of its text, for the message's kind; None for the text if there is none."""
+    value: Any
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
@@ -172,7 +181,9 @@ def _make_placeholder(message: Message, markers: tuple[str, ...]) -> _Placeholde
             description_by_field[name] = _describe_text(pieces)
             short_message[name] = _shorten_text(pieces, filler)
         elif isinstance(value, list) and name == "content":
-            description_by_field[name], short_message[name] = _shorten_parts(value, markers, filler)
+            short_parts = _shorten_parts(value, markers, filler)
+            description_by_field[name] = tuple([part.description for part in short_parts])
+            short_message[name] = [part.value for part in short_parts]
         else:
             description_by_field[name] = _describe_value(value)
             short_message[name] = _shorten_value(value, 0)
@@ -181,40 +192,34 @@ def _make_placeholder(message: Message, markers: tuple[str, ...]) -> _Placeholde
     return _Placeholder(tuple(descriptions), short_message)
 
 
-def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
-    """Return the descriptions of a content's parts, for the kind of the message, and the parts with short texts.
+def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> list[_ShortPart]:
+    """Return the parts of a content with short texts. Of plain texts in a row, the first two are kept.
 
-    Of plain texts in a row, the first two are kept, and the last part of the content: ten texts become three. Raises
+    So ten texts become two, or three if the last part is among them, which is always kept. Raises
     _UnsupportedMessageError if more than PARTS_MAX parts remain.
     """
-    descriptions: list[object] = []
-    short_parts: list[Any] = []
-    plain_texts_in_row = 0
+    short_parts: list[_ShortPart] = []
     for i, part in enumerate(parts):
-        description, short_part = _shorten_part(part, markers, filler)
-        plain_texts_in_row = plain_texts_in_row + 1 if description == ("text", _PLAIN_TEXT) else 0
+        short_part = _shorten_part(part, markers, filler)
         is_last = i == len(parts) - 1
-        if plain_texts_in_row > 2 and not is_last:
+        last_descriptions = [kept.description for kept in (*short_parts[-2:], short_part)]
+        if last_descriptions == [_PLAIN_TEXT_PART] * 3 and not is_last:
             continue
-        if len(descriptions) == PARTS_MAX:
+        if len(short_parts) == PARTS_MAX:
             raise _UnsupportedMessageError
-        descriptions.append(description)
         short_parts.append(short_part)
-    return tuple(descriptions), short_parts
+    return short_parts
 
 
-def _shorten_part(part: Any, markers: tuple[str, ...], filler: str) -> tuple[_Kind, Any]:
-    """Return the type of a part with the description of its text (None: it has none), and the part with a short text.
-
-    A part is a text alone, or an object such as {"type": "text", "text": "Hello"}.
-    """
+def _shorten_part(part: Any, markers: tuple[str, ...], filler: str) -> _ShortPart:
+    """Return a part with a short text. A part is a text alone, or an object such as {"type": "text", "text": "Hi"}."""
     part_type, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
     if not isinstance(text, str):
-        return (part_type, None), _shorten_value(part, 0)
+        return _ShortPart((part_type, None), _shorten_value(part, 0))
     pieces = _split_at_markers(text, markers)
     short_text = _shorten_text(pieces, filler)
-    short_part = {**_shorten_value(part, 0), "text": short_text} if isinstance(part, dict) else short_text
-    return (part_type, _describe_text(pieces)), short_part
+    short_value = {**_shorten_value(part, 0), "text": short_text} if isinstance(part, dict) else short_text
+    return _ShortPart((part_type, _describe_text(pieces)), short_value)
 
 
 def _split_at_markers(text: str, markers: tuple[str, ...]) -> list[str]:

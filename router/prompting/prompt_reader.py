@@ -17,7 +17,7 @@ import msgspec
 
 from options.background_tasks import BackgroundTasks
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_body
+from prompts.routing import ApiKind, RoutingRequest, decode_fields, parse_body
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.continued_conversation import Continuation
@@ -102,7 +102,8 @@ class PromptReader:
         body = body_to_read.pieces[0]
         if len(body_to_read.pieces) > 1 or not is_light(body):
             return self._read_large(body_to_read)
-        request, fields = parse_body(body_to_read.kind or "other", body)
+        fields = decode_fields(body)
+        request = parse_body(body_to_read.kind or "other", body, fields)
         if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = body_to_read.find_target(request)
@@ -237,7 +238,7 @@ class PromptReader:
         body = body_to_read.join()
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
-            prompt = await self.run_in_thread(lambda: self.tokenize(parse_body(kind, body)[0], tokenizer))
+            prompt = await self.run_in_thread(lambda: self.tokenize(parse_body(kind, body), tokenizer))
         else:
             task = self.make_task(model, kind, None)
             try:

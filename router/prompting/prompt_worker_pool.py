@@ -243,7 +243,7 @@ def _inspect_body(
     request = read_large_request(body, kind)
     if needs_opening and is_within_bounds(body):
         with suppress(RequestError, ValueError, RecursionError, MemoryError):  # `_run_task` has the same error
-            request = request.replace(opening_digest=digest_opening(parse_body(request.kind, body)[0]))
+            request = request.replace(opening_digest=digest_opening(parse_body(request.kind, body)))
     state.parsed_body = ParsedBody(request, TokenizedPrompt(), spans=locate_fields(body))
     state.body = body
     return state.parsed_body
@@ -283,7 +283,7 @@ def _read_prompt(state: WorkerState, task: ReadTask, body: bytes, parsed_body: P
         raise tokenizer
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
-    request = parse_body(parsed_body.request.kind, body)[0]
+    request = parse_body(parsed_body.request.kind, body)
     renderer = None
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.keeps_messages_as_sent

@@ -86,13 +86,17 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
     return messages
 
 
+class _TokenMismatchError(Exception):
+    """A turn of a test conversation that has other token ids with the cache than without."""
+
+
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
     """Test whether the token ids of a chat's last prompt can be reused for its next prompt, with one chat template.
 
     Test conversations are tokenised turn by turn, with and without reuse, and the ids compared. Return why reuse is not
     possible, as a text; the router then renders and tokenises each prompt as a whole. Return None if it is possible.
     """
-    cached_turn_count = 0
+    continued_turn_count = 0
     for filler in _FILLERS:
         variants: list[dict[str, Any]] = [{}]
         if filler is _FILLERS[0]:
@@ -100,45 +104,42 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
         for (name, shape), fields in product(_SHAPES.items(), variants):
             if not renderer.template.is_bounded:  # a rendering took too much time or memory
                 return "its chat template may take too long"
-            conversation = _make_conversation(shape, filler)
-            turn_count, problem = _compare_cached_and_full_tokens(renderer, conversation, fields)
-            if problem is not None:
-                return f"{name}: {problem}"
-            cached_turn_count += turn_count
-    return None if cached_turn_count else "no prompt of a conversation begins with an earlier one"
+            try:
+                continued_turn_count += _count_continued_turns(renderer, _make_conversation(shape, filler), fields)
+            except _TokenMismatchError as error:
+                return f"{name}: {error}"
+    return None if continued_turn_count else "no prompt of a conversation begins with an earlier one"
 
 
-def _compare_cached_and_full_tokens(
+def _count_continued_turns(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
-) -> tuple[int, str | None]:
-    """Tokenise each turn of a conversation twice, whole and with the cache of earlier turns, and compare the token ids.
+) -> int:
+    """Tokenise each turn of a conversation with the cache of earlier turns; return for how many the cache was of use.
 
-    Return the number of turns that the cache could continue, and how the ids of a turn differ from those of the whole
-    prompt, or None. Stop at the first difference, or when the template refuses the conversation. `fields`: further
-    fields of the request bodies.
+    Each turn is also tokenised whole. Raises _TokenMismatchError if that gives other ids. The conversation ends early
+    if the template refuses it. `fields`: further fields of the request bodies.
     """
-    cached_turn_count = 0
+    continued_turn_count = 0
     reader = ConversationReader(CACHE_BYTES)
     reader.allow("", renderer)  # the model of cached conversations that name none
     for body in _make_bodies(conversation, fields):
-        request = parse_body("chat", body)[0]
+        request = parse_body("chat", body)
         try:
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
             break
-        matches = reader.cache.find("chat", body)
-        continuation = reader.read_continuation(matches, body) if matches else None
+        continuation = reader.read_continuation(reader.cache.find("chat", body), body)
         if continuation is None:
             cache_entry = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
         else:
-            cached_turn_count += 1
             if list(continuation.token_ids) != list(prompt.token_ids or ()):
-                problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
-                return cached_turn_count, problem
+                message_count = continuation.boundary.message_count
+                raise _TokenMismatchError(f"what is rendered behind message {message_count} differs")
+            continued_turn_count += 1
             cache_entry = continuation.cache_entry
         if cache_entry is not None:  # the next turn continues this one
             reader.cache.store(cache_entry, body)
-    return cached_turn_count, None
+    return continued_turn_count
 
 
 def _make_bodies(conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[bytes]:

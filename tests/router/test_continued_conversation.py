@@ -77,7 +77,7 @@ class Turns:
 
     def read(self, kind: ApiKind, body: bytes) -> Continuation | None:
         cache, tokenizer = self.reader.cache, self.renderer.tokenizer
-        request = parse_body(kind, body)[0]
+        request = parse_body(kind, body)
         try:
             prompt = read_prompt(request, tokenizer)
         except RequestError:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prompts.routing import parse_body
+from prompts.routing import decode_fields
 from router.edge import token_recorder
 from router.edge.continuation import build_continuation
 from router.edge.token_recorder import EVENT_BYTES_MAX, TokenRecorder
@@ -79,7 +79,7 @@ def test_fields_that_the_router_has_read_are_not_read_again(body: str, engine: s
     made = request({})
     made.pieces = (body.encode(),)
     asked = []
-    for fields in (None, parse_body("chat", made.body)[1]):
+    for fields in (None, decode_fields(made.body)):
         continuation = build_continuation(made, fields)
         asked.append(None if continuation is None else continuation.build_request_body(engine))
     assert asked[0] == asked[1]

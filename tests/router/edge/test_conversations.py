@@ -125,7 +125,7 @@ def test_a_conversation_that_cannot_be_cached_is_still_routed_by_its_prompt(
     async def scenario() -> None:
         await load(edge, tmp_path)
         reader, body = edge.prompts, json.dumps({"messages": long_talk(7)}).encode()
-        arguments = parse_body("chat", body)[0], reader.tokenizers.get("tiny"), None, body
+        arguments = parse_body("chat", body), reader.tokenizers.get("tiny"), None, body
         renderer = reader.conversations.get_renderer("tiny")
         expected_ids = reader.tokenize(*arguments, renderer).token_ids
         with monkeypatch.context() as patch:

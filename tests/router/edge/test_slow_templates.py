@@ -174,7 +174,7 @@ def test_a_chat_that_waits_while_another_takes_too_long_is_not_rendered_here(edg
     async def scenario() -> None:
         await edge.start()
         tokenizer = Tokenizer.load(tmp_path, USUAL)
-        template, request = tokenizer.chat_template, parse_body("chat", json.dumps(BODY).encode())[0]
+        template, request = tokenizer.chat_template, parse_body("chat", json.dumps(BODY).encode())
         assert template is not None
         assert request.messages is not None
         assert edge.prompts.tokenize(request, tokenizer).token_ids is not None
