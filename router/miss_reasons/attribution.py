@@ -14,7 +14,12 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from router.decide.messages import Decision
-from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
+from router.miss_reasons.differences import (
+    PromptDifference,
+    classify_answer_change,
+    classify_difference,
+    find_added_system_prompt,
+)
 from router.miss_reasons.explanation import UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptMatch
 
@@ -166,9 +171,9 @@ def attribute_misses(match: PromptMatch, placement: Placement, facts: MissFacts)
     if match.is_continuation:
         _add_rewritten_answer(builder, match)
     elif match.is_same_session and match.scope_difference is None:
-        reason, message_index = _classify_message_difference(match, facts)
+        difference = _classify_message_difference(match, facts)
         changed_until = max(match.previous.cacheable_tokens, match.common_tokens + 1)
-        builder.add(reason, changed_until, position=match.common_tokens, message=message_index)
+        builder.add(difference.kind, changed_until, position=match.common_tokens, message=difference.message_index)
     else:  # a prompt of the parent session, or of another model: nothing in it was changed
         builder.add("partial_block", match.common_tokens)
     # The others were added at the end.
@@ -229,27 +234,27 @@ def _classify_loss(previous: AnalyzedPrompt, facts: MissFacts, now: float) -> tu
     return "not_announced", None
 
 
-def _classify_message_difference(match: PromptMatch, facts: MissFacts) -> tuple[str, int | None]:
-    """Return how a prompt differs from its conversation's last one, and the index of the message that differs, or None.
+def _classify_message_difference(match: PromptMatch, facts: MissFacts) -> PromptDifference:
+    """Return how a prompt that does not begin with its conversation's last one differs from that one.
 
-    For example, ("edited", 3) if the client changed its fourth message, and ("tools", None) if it offers other tools.
+    The messages tell it. If they are the same, the chat template has rendered them otherwise, and the place of the
+    first token that differs tells why.
     """
     old_outline, new_outline = match.previous.outline, match.prompt.outline
     if old_outline is None or new_outline is None:
-        return "edited", None
+        return PromptDifference("edited")
     common_share = match.common_tokens / len(match.previous.token_ids)
-    difference, message_index = classify_difference(old_outline, new_outline, common_share)
-    if difference != "re_encoded":
-        return difference, message_index
-    # The messages are the same, but the chat template has rendered them otherwise.
+    difference = classify_difference(old_outline, new_outline, common_share)
+    if difference.kind != "re_encoded":
+        return difference
     differing_ids = match.previous.token_ids[match.common_tokens :]
     if len(differing_ids) > GENERATION_PROMPT_TOKENS_MAX:
         # Some templates move a system prompt that is added at the end before all other messages.
         system_prompt_index = find_added_system_prompt(old_outline, new_outline)
-        return ("re_encoded" if system_prompt_index is None else "system_prompt"), system_prompt_index
+        return difference if system_prompt_index is None else PromptDifference("system_prompt", system_prompt_index)
     # The answer, now a message, begins otherwise than the generation prompt: without `<think>`, for example.
     answer_index = old_outline.message_count
     if classify_answer_change(new_outline, answer_index) is None:  # no answer was added
-        return "re_encoded", None
+        return difference
     is_thinking = facts.is_thinking(match.previous.route.scope.model, differing_ids)
-    return ("thinking_dropped" if is_thinking else "re_encoded"), answer_index
+    return PromptDifference("thinking_dropped" if is_thinking else "re_encoded", answer_index)

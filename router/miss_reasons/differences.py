@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from router.prompting.outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, Outline
 
@@ -17,27 +17,35 @@ DifferenceKind = Literal[
 ]  # fmt: skip
 
 
-def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
-    """Return how two prompts of a conversation differ, and the index of the message where they do, or None.
+class PromptDifference(NamedTuple):
+    """How a prompt differs from the one before in its conversation: ("edited", 3) if its fourth message was changed."""
+
+    kind: DifferenceKind
+    message_index: int | None = None
+    """Index of the message that differs; None if no message does."""
+
+
+def classify_difference(old: Outline, new: Outline, common_share: float) -> PromptDifference:
+    """Return how two prompts of a conversation differ: in a message, or in the tools and other template inputs.
 
     `common_share`: share of the old prompt's tokens with which the new prompt begins too. If no message differs, the
     chat template has dropped reasoning from an answer, or the same text was encoded to other tokens.
     """
     if old.tools_digest != new.tools_digest:
-        return "tools", None
+        return PromptDifference("tools")
     digest_pairs = zip(old.messages.sent_digests, new.messages.sent_digests)
     changed_indexes = [index for index, (old_digest, new_digest) in enumerate(digest_pairs) if old_digest != new_digest]
     if changed_indexes:
         diverging_index = _find_diverging_message(old, changed_indexes, common_share)
-        return _classify_message_change(old, new, diverging_index), diverging_index
+        return PromptDifference(_classify_message_change(old, new, diverging_index), diverging_index)
     if new.message_count < old.message_count:
-        return "truncated", new.message_count
+        return PromptDifference("truncated", new.message_count)
     if old.options_digest != new.options_digest:
-        return "template_flag", None
+        return PromptDifference("template_flag")
     reasoning_index = _find_droppable_reasoning(old)
     if reasoning_index is not None:
-        return "thinking_dropped", reasoning_index
-    return "re_encoded", None
+        return PromptDifference("thinking_dropped", reasoning_index)
+    return PromptDifference("re_encoded")
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:

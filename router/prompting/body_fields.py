@@ -120,20 +120,28 @@ def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, 
     An edit is (start, end, replacement), with offsets in the whole body. Edits do not overlap. If one spans several
     pieces, its replacement goes into the first of them.
     """
-    new_pieces = list(pieces)
-    piece_starts = [0]
+    edits_from_back = sorted(edits, reverse=True)
+    new_pieces: list[bytes] = []
+    piece_start = 0
     for piece in pieces:
-        piece_starts.append(piece_starts[-1] + len(piece))
-    for start, end, replacement in sorted(edits, reverse=True):  # from the back, so that earlier offsets stay right
-        for i in reversed(range(len(pieces))):
-            piece_start, piece_end = piece_starts[i], piece_starts[i + 1]
-            cut_start = max(start - piece_start, 0)
-            cut_end = min(end, piece_end) - piece_start
-            is_insertion_here = start == end and piece_start <= start < piece_end
-            if cut_start < cut_end or is_insertion_here:
-                inserted_bytes = replacement if start >= piece_start else b""
-                new_pieces[i] = new_pieces[i][:cut_start] + inserted_bytes + new_pieces[i][cut_end:]
+        new_pieces.append(_edit_piece(piece, piece_start, edits_from_back))
+        piece_start += len(piece)
     return tuple(new_pieces)
+
+
+def _edit_piece(piece: bytes, piece_start: int, edits_from_back: Sequence[Edit]) -> bytes:
+    """Return a piece of a body with the edits of the body that are in it. `piece_start`: its offset in the body.
+
+    The last edit is made first, so that the offsets of the others stay right.
+    """
+    new_piece = piece
+    for start, end, replacement in edits_from_back:
+        cut_start, cut_end = max(start - piece_start, 0), min(end - piece_start, len(piece))
+        begins_here = 0 <= start - piece_start < len(piece)
+        is_insertion = start == end
+        if cut_start < cut_end or (is_insertion and begins_here):
+            new_piece = new_piece[:cut_start] + (replacement if begins_here else b"") + new_piece[cut_end:]
+    return new_piece
 
 
 def make_duplicate_field_error(name: str) -> RequestError:

@@ -39,16 +39,11 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     if not _may_have_media(request, body):
         return None
     messages = _list_messages(request)
-    char_count, medium_count = 0, 0
-    for part in _iter_parts(messages):
-        if isinstance(part, str):
-            char_count += len(part)
-        elif is_media(part) or part.get("type") == "document" or "image_url" in part:
-            medium_count += 1
-        else:
-            char_count += sum(len(text) for text in part.values() if isinstance(text, str))
+    parts = list(_iter_parts(messages))
+    medium_count = sum(map(_is_medium, parts))
     if medium_count == 0:
         return None
+    char_count = sum(map(_count_chars, parts))
     estimated_tokens = char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count
     user_indices = (
         i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"
@@ -56,6 +51,17 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     opening_messages = messages[: next(user_indices, 0) + 1]
     digest = xxhash.xxh3_64_intdigest(msgspec.json.encode(_strip_volatile_fields(opening_messages)))
     return MediaPrompt(digest, estimated_tokens)
+
+
+def _is_medium(part: Any) -> bool:
+    return isinstance(part, dict) and (is_media(part) or part.get("type") == "document" or "image_url" in part)
+
+
+def _count_chars(part: Any) -> int:
+    """Return the characters of a text, or of all texts of a part; 0 for a medium, which is counted by itself."""
+    if isinstance(part, str):
+        return len(part)
+    return 0 if _is_medium(part) else sum(len(text) for text in part.values() if isinstance(text, str))
 
 
 def _may_have_media(request: RoutingRequest, body: bytes) -> bool:

@@ -303,15 +303,16 @@ class ModelTokenizers:
         if self.remote is None or not worker.url or template is None or not template.is_bounded:
             return
         request = parse_routing("/v1/chat/completions", _PROBE_CHAT)
-        ids_by_mode = {as_sent: _encode_probe(loaded.tokenizer, request, as_sent=as_sent) for as_sent in (False, True)}
-        if None in ids_by_mode.values() or ids_by_mode[False] == ids_by_mode[True]:
+        ids_as_sent, ids_changed = (_encode_probe(loaded.tokenizer, request, as_sent=mode) for mode in (True, False))
+        if ids_as_sent is None or ids_changed is None or ids_as_sent == ids_changed:
             return  # with this template, both versions give the same ids
         tokenize_request = build_tokenize_request(request, model)
         assert tokenize_request is not None
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
-        if worker_ids is None or worker_ids == ids_by_mode[template.keeps_messages_as_sent]:
+        router_ids = ids_as_sent if template.keeps_messages_as_sent else ids_changed
+        if worker_ids is None or worker_ids == router_ids:
             return
-        if worker_ids not in ids_by_mode.values() or loaded.has_render_mode_of_worker:
+        if worker_ids not in (ids_as_sent, ids_changed) or loaded.has_render_mode_of_worker:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
         template.keeps_messages_as_sent = not template.keeps_messages_as_sent

@@ -44,6 +44,19 @@ def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool
     return is_chat and template is not None and not template.is_bounded
 
 
+def _make_continued_body(continuation: Continuation, tokens_max: int | None, body: bytes) -> ParsedBody:
+    """Return a body with a prompt of cached and new messages. `tokens_max`: most tokens that the model takes."""
+    prompt = TokenizedPrompt(seconds=continuation.read_s, conversation=continuation.cache_entry)
+    prompt.set_ids(continuation.token_ids, continuation.request, tokens_max)
+    return ParsedBody(
+        continuation.request,
+        prompt,
+        body=b"" if prompt.conversation is None else body,
+        first_message_digest=continuation.conversation.first_message_digest,
+        continuation=continuation,
+    )
+
+
 class PromptReader:
     """Reads the prompts of all requests to one router. For one event loop; only `tokenize` is thread-safe."""
 
@@ -80,10 +93,12 @@ class PromptReader:
     def begin_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
         """Parse a body and tokenise its prompt at once, if that is quick; else return a coroutine that does it.
 
-        The ids of a cached conversation are used, unless `needs_opening`. Raises RequestError for a malformed body.
+        If the body continues a cached conversation, only its new messages are read, unless the first messages are
+        needed too (`needs_opening`). Raises RequestError for a malformed body.
         """
-        kind, needs_opening = body_to_read.kind, body_to_read.needs_opening
-        if kind is None or needs_opening or not self.conversations.may_have(kind, body_to_read.byte_count):
+        kind = body_to_read.kind
+        may_be_cached = kind is not None and self.conversations.may_have(kind, body_to_read.byte_count)
+        if kind is None or not may_be_cached or body_to_read.needs_opening:
             return self._begin_whole_read(body_to_read)
         data = body_to_read.join()
         matches = self.conversations.cache.find(kind, data)
@@ -92,13 +107,11 @@ class PromptReader:
         new_bytes = len(data) - matches[0].boundary.body_end
         if new_bytes > INLINE_BYTES_MAX:
             return self._continue_in_thread(matches, data, body_to_read)
-        return self._end_continued_read(self._continue(matches, data), data, body_to_read)
+        continuation = self._continue(matches, data)
+        return self._end_continued_read(continuation, data, body_to_read)
 
     def _begin_whole_read(self, body_to_read: BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
-        """Read all of a body: at once if it is small, else by a coroutine.
-
-        The coroutine tokenises the prompt in a thread or in a worker process, or asks an engine for the token ids.
-        """
+        """Read all of a body: at once if it is small, else by a coroutine."""
         body = body_to_read.pieces[0]
         if len(body_to_read.pieces) > 1 or not is_light(body):
             return self._read_large(body_to_read)
@@ -116,11 +129,20 @@ class PromptReader:
         tokenizer = self.tokenizers.get(target.base_model)
         if _may_take_long(request, tokenizer):
             return self._await_prompt(parsed_body, self._tokenize_in_process(request, target, body_to_read))
-        renderer = self.conversations.get_renderer(target.base_model)
-        if renderer is not None and is_worth_caching(request, len(body)):
-            parsed_body.body = body
-        else:
-            renderer = None
+        return self._begin_tokenizing(parsed_body, body, tokenizer, target)
+
+    def _begin_tokenizing(
+        self, parsed_body: ParsedBody, body: bytes, tokenizer: Tokenizer | None, target: PromptTarget
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+        """Set the prompt of a small body: at once, or by a coroutine that tokenises it in a thread if that takes long.
+
+        If the conversation is worth caching, the prompt gets a cache entry, by which the next turn is read faster.
+        """
+        request = parsed_body.request
+        renderer = None
+        if is_worth_caching(request, len(body)):
+            renderer = self.conversations.get_renderer(target.base_model)
+        parsed_body.body = b"" if renderer is None else body
         tokenize = partial(self.tokenize, request, tokenizer, target.tokens_max, parsed_body.body, renderer)
         if tokenizer is not None and len(body) > INLINE_BYTES_MAX:
             return self._await_prompt(parsed_body, self.run_in_thread(tokenize))
@@ -222,15 +244,7 @@ class PromptReader:
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             checked_body = msgspec.structs.replace(body_to_read, pieces=(body,), is_wanted=lambda: True, tenant="")
             self._check_tasks.start(self._check(continuation, checked_body))
-        prompt = TokenizedPrompt(seconds=continuation.read_s, conversation=continuation.cache_entry)
-        prompt.set_ids(continuation.token_ids, continuation.request, target.tokens_max)
-        return ParsedBody(
-            continuation.request,
-            prompt,
-            body=b"" if prompt.conversation is None else body,
-            first_message_digest=continuation.conversation.first_message_digest,
-            continuation=continuation,
-        )
+        return _make_continued_body(continuation, target.tokens_max, body)
 
     async def _check(self, continuation: Continuation, body_to_read: BodyToRead) -> None:
         """Compare the token ids of a continued prompt with those of the whole body, which is read in the background."""
