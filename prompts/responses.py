@@ -82,6 +82,12 @@ class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
     # Fields that vLLM adds
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def list_tools(self) -> list[Item]:
+        """Return the tools of `tools`, and those of the input's `additional_tools` items, as Codex sends them."""
+        items = self.input if isinstance(self.input, list) else []
+        tool_lists = [self.tools or [], *(item["tools"] for item in items if item.get("type") == "additional_tools")]
+        return [tool for tools in tool_lists for tool in tools]
+
 
 _CHAT_FIELDS = (*SharedRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that mean the same in a chat."""
@@ -95,11 +101,14 @@ def parse_responses_request(data: bytes) -> ResponsesRequest:
         raise field_error("prompt", "templates of prompts are not supported")
     if request.conversation is not None:
         raise field_error("conversation", "none is kept here; expected previous_response_id, or all of it in input")
-    tool_choice = request.tool_choice
-    if not request.tools and (isinstance(tool_choice, dict) or tool_choice == "required"):
-        raise bad_value("tool_choice", tool_choice, "tools beside it")
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
+    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if item.get("type") == "additional_tools":
+            _check_tool(f"input[{index}]", item)
+    tool_choice = request.tool_choice
+    if (isinstance(tool_choice, dict) or tool_choice == "required") and not request.list_tools():
+        raise bad_value("tool_choice", tool_choice, "tools beside it")
     return request
 
 
@@ -119,7 +128,7 @@ def _check_tool(param: str, tool: Item) -> None:
             raise bad_value(f"{param}.format.syntax", grammar.get("syntax"), '"lark" or "regex"')
         if not isinstance(grammar.get("definition"), str):
             raise bad_value(f"{param}.format.definition", grammar.get("definition"), "a string")
-    if tool_type == "namespace":
+    if tool_type in ("namespace", "additional_tools"):
         inner_tools = tool.get("tools")
         if not isinstance(inner_tools, list) or not all(isinstance(inner_tool, dict) for inner_tool in inner_tools):
             raise bad_value(f"{param}.tools", inner_tools, "an array of tools")
@@ -148,10 +157,10 @@ class ClientTool(Struct, frozen=True):
     definition: str = ""
 
 
-def make_client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
+def make_client_tools(tools: list[Item]) -> dict[str, ClientTool]:
     """Return the tools that the client runs, by the names that a model is shown."""
     client_tools: dict[str, ClientTool] = {}
-    for namespace, tool in _iter_client_tools(tools or []):
+    for namespace, tool in _iter_client_tools(tools):
         grammar = tool["format"] if _has_grammar(tool) else {}
         client_tools[_make_flat_name(namespace, tool["name"])] = ClientTool(
             tool["name"], namespace, tool["type"] == "custom", grammar.get("syntax"), grammar.get("definition", "")
@@ -209,13 +218,14 @@ def convert_to_chat(
     `previous_messages`: those of the stored response that the body continues, its answer included. `items`: the stored
     items that the body names, by their ids.
     """
+    tools = request.list_tools()
     has_logprobs = LOGPROBS_INCLUDED in (request.include or ())
     fields: dict[str, Any] = {
         "messages": _convert_messages(request, previous_messages or [], items or {}),
         "logprobs": True if has_logprobs else None,
         "top_logprobs": request.top_logprobs if has_logprobs else None,
-        "tools": _convert_tools(request.tools) if request.tools else None,
-        "tool_choice": _convert_tool_choice(request),
+        "tools": _convert_tools(tools) if tools else None,
+        "tool_choice": _convert_tool_choice(request.tool_choice, tools),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "continue_final_message": _continues_last_message(request.input),
         "max_tokens": request.max_output_tokens,
@@ -296,7 +306,7 @@ class _ChatHistory:
             self._append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif _is_hosted_item(item):
             self._add_hosted_call(str(item_type), item)
-        else:
+        elif item_type != "additional_tools":
             self._add_message(param, item)
 
     def _add_message(self, param: str, item: Item) -> None:
@@ -359,7 +369,7 @@ class _ChatHistory:
 
 _READ_TYPES = (
     "message", "function_call", "custom_tool_call", "reasoning", "function_call_output", "custom_tool_call_output",
-    "item_reference",
+    "item_reference", "additional_tools",
 )  # fmt: skip
 
 
@@ -404,20 +414,17 @@ def _read_content(param: str, content: Any) -> str | list[Any] | None:
     return content
 
 
-def _convert_tool_choice(request: ResponsesRequest) -> Any:
-    """Return the choice of tools as chats have it; None if the body has no tools. Raises RequestError."""
-    choice = request.tool_choice
-    if not request.tools:
+def _convert_tool_choice(choice: str | Item | None, tools: list[Item]) -> Any:
+    """Return the choice of tools as chats have it; None if there are no tools. Raises RequestError."""
+    if not tools:
         return None
     if not isinstance(choice, dict):
         return choice or "auto"
-    tools = make_client_tools(request.tools)
-    if choice.get("type") == "allowed_tools":
-        return _convert_allowed_tools(choice, tools)
-    return _convert_named_tool("tool_choice", choice, tools)
+    convert = _convert_allowed_tools if choice.get("type") == "allowed_tools" else _convert_named_tool
+    return convert("tool_choice", choice, make_client_tools(tools))
 
 
-def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Message:
+def _convert_allowed_tools(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
     """Convert a choice among some of the tools (`allowed_tools`) to the format of chat completions.
 
     Tools that only a provider's servers run are left out. Raises RequestError if only such tools are listed.
@@ -425,15 +432,15 @@ def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Mes
     allowed_choice = choice.get("allowed_tools", choice)  # OpenAI's clients send it flat or nested
     listed_tools = allowed_choice.get("tools") if isinstance(allowed_choice, dict) else None
     if not isinstance(listed_tools, list) or not all(isinstance(tool, dict) for tool in listed_tools):
-        raise bad_value("tool_choice.tools", listed_tools, "an array of tools")
+        raise bad_value(f"{param}.tools", listed_tools, "an array of tools")
     chat_tools = [
-        _convert_named_tool(f"tool_choice.tools[{index}]", tool, tools)
+        _convert_named_tool(f"{param}.tools[{index}]", tool, tools)
         for index, tool in enumerate(listed_tools)
         if tool.get("type") in ("function", "custom")
     ]
     if listed_tools and not chat_tools:
         expectation = "at least one function or custom tool: no server here runs others"
-        raise bad_value("tool_choice.tools", listed_tools, expectation)
+        raise bad_value(f"{param}.tools", listed_tools, expectation)
     return {"type": "allowed_tools", "allowed_tools": {"mode": allowed_choice.get("mode"), "tools": chat_tools}}
 
 

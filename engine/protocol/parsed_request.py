@@ -174,7 +174,7 @@ def read_response(
 
 def _make_response_context(request: ResponsesRequest, body: ChatRequest) -> ResponseContext:
     """Return what the answer needs of a request. `body`: the chat that the request was made to."""
-    tools = make_client_tools(request.tools)
+    tools = make_client_tools(request.list_tools())
     return ResponseContext(
         messages=msgspec.json.encode(body.messages),
         echoed_fields=_encode_echoed_fields(request),

@@ -112,7 +112,7 @@ def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_responses_request(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
     requested = build_constraint(
-        ChatRequest(**convert_to_chat(request)), limits, grammar_tools=make_client_tools(request.tools)
+        ChatRequest(**convert_to_chat(request)), limits, grammar_tools=make_client_tools(request.list_tools())
     )
     assert requested is not None
     return write_lark(requested.decode(), read_added_tokens(TOKENIZER))

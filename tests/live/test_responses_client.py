@@ -123,6 +123,14 @@ def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> No
         client.responses.retrieve(unstored_response.id)
 
 
+def test_a_tool_of_the_input_is_called(client: openai.OpenAI) -> None:
+    namespace = {"type": "namespace", "name": "fs", "description": "", "tools": TOOLS}
+    items = [{"type": "additional_tools", "role": "developer", "tools": [namespace]}, *ITEMS]
+    answer = create_response(client, items, tools=[], tool_choice="required", max_output_tokens=60)
+    (call_item,) = [item for item in answer.output if item.type == "function_call"]
+    assert (call_item.name, call_item.namespace, answer.tools) == ("read", "fs", [])
+
+
 def test_errors_name_the_field(client: openai.OpenAI) -> None:
     for fields, param in (
         ({"previous_response_id": "resp_unknown"}, "previous_response_id"),

@@ -167,6 +167,17 @@ def test_tools_that_a_model_is_shown() -> None:
     assert tool_choice == {"type": "function", "function": {"name": "a"}}
 
 
+def test_tools_come_in_the_input_too() -> None:
+    """Codex sends them so for OpenAI's newer models; the model was shown their JSON as a text of its own."""
+    added = {"type": "additional_tools", "role": "developer", "tools": [NAMESPACE]}
+    user = {"role": "user", "content": "q"}
+    assert chat([added, user], tools=[PATCH]) == chat([user], tools=[PATCH, NAMESPACE])
+    choice = {"type": "function", "namespace": "fs", "name": "read"}
+    assert chat([added, user], tool_choice=choice)["tool_choice"]["function"]["name"] == "fs__read"
+    with pytest.raises(RequestError, match=r"^input\[0\]\.tools: got null, expected an array of tools"):
+        chat([{"type": "additional_tools", "role": "developer"}, user])
+
+
 def test_other_fields() -> None:
     assert chat([message_item("half", status="incomplete")])["continue_final_message"] is True
     assert chat([message_item("whole", status="completed")])["continue_final_message"] is False
@@ -228,7 +239,7 @@ def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
 
 KINDS = [
     "message", "function_call", "function_call_output", "reasoning", "custom_tool_call", "custom_tool_call_output", "x",
-    "web_search_call", "item_reference",
+    "web_search_call", "item_reference", "additional_tools",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.text(max_size=4) | st.integers(0, 9),
@@ -240,7 +251,7 @@ ITEMS = st.fixed_dictionaries(
     optional={
         "type": st.sampled_from(KINDS), "role": st.sampled_from(["user", "assistant", "system", "developer"]) | VALUES,
         "content": VALUES, "summary": VALUES, "output": VALUES, "arguments": VALUES, "name": VALUES, "call_id": VALUES,
-        "status": VALUES, "input": VALUES, "namespace": VALUES,
+        "status": VALUES, "input": VALUES, "namespace": VALUES, "tools": VALUES,
     },
 )  # fmt: skip
 
