@@ -490,12 +490,7 @@ class Exchange:
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            message = f"no complete answer within {timeouts.total_s:g} s"
-            if self._response_head is not None:
-                self._abort_response(message, None)  # no failure: the worker still sends
-            else:
-                self._proxy.withdraw(self.context, None)
-                self.refuse(RequestError(message, code="timeout", status=504), "refused_timeout")
+            self._end_late(f"no complete answer within {timeouts.total_s:g} s")
         elif progress.sent_at_s is None:
             return  # the chosen worker does not have the request yet
         elif self._response_head is None:
@@ -508,6 +503,14 @@ class Exchange:
                 self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
             else:
                 self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
+
+    def _end_late(self, message: str) -> None:
+        """Cut off an answer that takes too long, or answer 504 if there is none yet. No worker is to blame."""
+        if self._response_head is not None:
+            self._abort_response(message, None)
+        else:
+            self._proxy.withdraw(self.context, None)
+            self.refuse(RequestError(message, code="timeout", status=504), "refused_timeout")
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""
