@@ -38,6 +38,8 @@ SlicedWork: TypeAlias = Iterator[None]
 """Long work of which each step does a slice, so that other streams are served between them."""
 KEEPALIVE_S, KEEPALIVE_PROBES = 2, 5
 """Seconds between two of the kernel's probes of a silent connection, and unanswered probes after which it is lost."""
+MAX_CONNECT_MS = 3_000
+"""Longest attempt to connect. The kernel's own attempt waits up to a minute before it tries a host again."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -154,12 +156,13 @@ def receive_frames(socket: Socket, frames: list[zmq.Frame], frames_max: int) -> 
     raise zmq.Again
 
 
-def enable_keepalive(socket: Socket, probe_interval_s: int) -> None:
-    """Have the kernel close connections to hosts that are gone, by TCP keepalive.
+def detect_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
+    """Have the kernel close connections to hosts that are gone, by TCP keepalive, and soon try to connect again.
 
     ZeroMQ's own heartbeats must not be used with a bound on the queue: libzmq 4.3 ends the process if one fails
     while the queue is full, and a full queue makes it fail (issue 3937 of zeromq/libzmq).
     """
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, MAX_CONNECT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, probe_interval_s)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, probe_interval_s)
@@ -178,7 +181,7 @@ class _SubSocket:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_PAUSE_MS)
         self.socket.subscribe(topic or "")
-        enable_keepalive(self.socket, KEEPALIVE_S)
+        detect_lost_hosts(self.socket, KEEPALIVE_S)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
         self._frames: list[zmq.Frame] = []
         """Frames of a message of which the last ones are still to be read."""

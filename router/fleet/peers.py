@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from events.feed_sockets import enable_keepalive, receive_frames
+from events.feed_sockets import detect_lost_hosts, receive_frames
 from events.frames import MAX_HANDSHAKE_MS, MAX_UNACKNOWLEDGED_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad
@@ -242,7 +242,7 @@ class PeerSockets:
         for socket in (self._pub, self._sub):
             socket.linger = 0
             socket.setsockopt(zmq.IPV6, 1)
-            enable_keepalive(socket, KEEPALIVE_S)
+            detect_lost_hosts(socket, KEEPALIVE_S)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
