@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from socket import AF_INET6, getaddrinfo
 from typing import TypeAlias
 
 import zmq
@@ -169,6 +170,23 @@ def detect_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
 
 
+def allow_ipv6(socket: Socket, endpoint: str) -> None:
+    """Have a socket use IPv6 where its endpoint is an address of IPv6, or a name that has no other one.
+
+    ZeroMQ tries one address, and most publishers listen at IPv4 alone, so a name with both keeps IPv4.
+    """
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if ":" in host or (endpoint.startswith("tcp://") and host != "*" and _has_ipv6_alone(host)):
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def _has_ipv6_alone(host: str) -> bool:
+    try:
+        return {family for family, *_ in getaddrinfo(host, None)} == {AF_INET6}
+    except (OSError, UnicodeError):
+        return False
+
+
 class _SubSocket:
     """ZeroMQ SUB socket that receives live messages, with a monitor socket that reports its connections."""
 
@@ -207,8 +225,7 @@ class _SubSocket:
 
     def open(self, attach: Callable[[str], object], endpoint: str) -> None:
         """Call `attach`, which binds or connects the socket. Raises zmq.ZMQError, after closing everything."""
-        if "[" in endpoint or "::" in endpoint:
-            self.socket.setsockopt(zmq.IPV6, 1)
+        allow_ipv6(self.socket, endpoint)
         try:
             attach(endpoint)
         except zmq.ZMQError:
@@ -299,8 +316,7 @@ class PendingRequest:
         self.socket.linger = 0
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if "[" in endpoint:
-            self.socket.setsockopt(zmq.IPV6, 1)
+        allow_ipv6(self.socket, endpoint)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -331,7 +332,7 @@ def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_MAXRT, MAX_UNACKNOWLEDGED_MS)
-    is_ipv6 = "[" in endpoint or "::" in endpoint
+    is_ipv6 = "[" in endpoint or "::" in endpoint or "//*" in endpoint  # every address: those of IPv6 too
     if is_ipv6:
         socket.setsockopt(zmq.IPV6, 1)
     if not binds:
@@ -343,4 +344,4 @@ def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -
         )
         return endpoint
     socket.bind(endpoint)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).replace("tcp://0.0.0.0:", "tcp://*:")
+    return re.sub(r"^tcp://(0\.0\.0\.0|\[::\]):", "tcp://*:", socket.getsockopt_string(zmq.LAST_ENDPOINT))
