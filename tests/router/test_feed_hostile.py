@@ -350,7 +350,9 @@ def test_no_socket_with_a_bound_on_its_queue_has_heartbeats(context: zmq.Context
     peers = PeerSockets(PeerLoads(LoadTracker(StepTimes(), CostConfig(), LearnConfig()), "a"))
     for socket in (subscription.socket, peers._pub, peers._sub):
         assert (socket.getsockopt(zmq.HEARTBEAT_IVL), socket.getsockopt(zmq.TCP_KEEPALIVE)) == (0, 1)
-        assert socket.getsockopt(zmq.CONNECT_TIMEOUT) == feed_sockets.MAX_CONNECT_MS, "a host that is back is found soon"
+        assert socket.getsockopt(zmq.CONNECT_TIMEOUT) == feed_sockets.MAX_CONNECT_MS, (
+            "a host that is back is found soon"
+        )
     subscription.close()
     peers.close()
 
