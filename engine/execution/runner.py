@@ -198,7 +198,7 @@ class ModelRunner:
         batch_state, new_rows = self._update_batch_state(chunks)
         for tables in self._tables:
             tables.update(chunks, ends, batch_state.rows, new_rows)
-        token_ids, device_tokens = self._build_token_ids(chunks, batch_state)
+
         prompt_logprob_chunks = find_prompt_logprob_chunks(chunks)
         selected = select_tokens(batch.query_starts, batch_state.sampled_chunks, prompt_logprob_chunks, self.device)
         return PreparedStep(
@@ -206,13 +206,13 @@ class ModelRunner:
             chunks=chunks,
             order=order,
             batch=batch,
-            token_ids=token_ids,
+            token_ids=self._build_token_ids(chunks),
             tables=[tables.make_step_table(batch_state.rows) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
             selected=selected,
             batch_state=batch_state,
             sampling_inputs=self._prepare_sampling(batch_state, ends),
-            device_tokens=device_tokens,
+            device_tokens=self._find_device_tokens(chunks, batch_state.rows),
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
 
@@ -249,28 +249,20 @@ class ModelRunner:
         )
         return self._batch_state, new_rows
 
-    def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
-        """Return the step's token ids on the device, and which of them the previous step has yet to draw there.
-
-        A token that is yet to be drawn is 0 until `_fill_device_tokens`. Returns None as the second value if there is
-        no such token.
-        """
-        host_tokens: list[int] = []
+    def _build_token_ids(self, chunks: Items[Chunk]) -> Tensor:
+        """Send a step's token ids to the device. A token that the previous step has yet to draw is 0 for now."""
+        token_ids: list[int] = []
         for chunk in chunks:
-            if chunk.token_on_device:
-                host_tokens.append(0)
-            else:
-                host_tokens += chunk.seq.token_ids[chunk.start : chunk.end]
-        token_ids = copy_to_device(np.array(host_tokens, np.int64), self.device)
+            token_ids += [0] if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
+        return copy_to_device(np.array(token_ids, np.int64), self.device)
+
+    def _find_device_tokens(self, chunks: Items[Chunk], rows: IntArray) -> DeviceTokens | None:
+        """Return the tokens that the previous step has yet to draw; None if the host knows all tokens of the step."""
         # Chunks of one token come first, so the index of such a chunk is also the index of its token.
-        device_token_indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
-        if not device_token_indices:
-            return token_ids, None
-        device_tokens = DeviceTokens(
-            token_indices=copy_to_device(np.array(device_token_indices), self.device),
-            rows=copy_to_device(state.rows[device_token_indices], self.device),
-        )
-        return token_ids, device_tokens
+        indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
+        if not indices:
+            return None
+        return DeviceTokens(copy_to_device(np.array(indices), self.device), copy_to_device(rows[indices], self.device))
 
     def _launch(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
         """Queue a step on the device: copies of KV blocks, the forward pass, sampling, then copies of recurrent states.

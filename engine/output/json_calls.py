@@ -208,8 +208,7 @@ def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTy
         return False
     source.stop_holding()
     delta.begin_call(name)
-    is_complete = yield from read_json_value(source, delta.add_arguments)
-    return is_complete
+    return (yield from read_json_value(source, delta.add_arguments))
 
 
 def _skip_markers(source: GrowingText) -> Steps[bool]:

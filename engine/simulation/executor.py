@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
@@ -185,20 +186,17 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
     hf_tokenizer = tokenizer.hf_tokenizer
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)
-    word_ids: list[int] = []
-    for token_id in token_ids[:_MAX_PROBED_TOKENS]:
-        if len(word_ids) == WORD_COUNT:
-            break
+
+    def is_stable_word(token_id: int) -> bool:
+        """Return whether a token is a word that is encoded to the same token again, also after another word."""
         text = hf_tokenizer.decode([token_id])
         if not _WORD_PATTERN.fullmatch(text):
-            continue
-        # Encoded twice in a row, as the token must be the same after another word.
-        encoded_ids = hf_tokenizer.encode(text * 2, add_special_tokens=False).ids
-        if encoded_ids == [token_id, token_id]:
-            word_ids.append(token_id)
-    if word_ids:
-        return word_ids
-    return [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
+            return False
+        encoded_ids: list[int] = hf_tokenizer.encode(text * 2, add_special_tokens=False).ids
+        return encoded_ids == [token_id, token_id]
+
+    word_ids = list(islice(filter(is_stable_word, token_ids[:_MAX_PROBED_TOKENS]), WORD_COUNT))
+    return word_ids or [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
 
 
 def _encode_script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
