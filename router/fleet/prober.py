@@ -47,6 +47,7 @@ from router.fleet.worker_responses import (
     read_engine_sizes,
     read_loads,
     read_models,
+    read_publisher,
     read_server_info,
     read_sources,
     select_metric_lines,
@@ -284,7 +285,7 @@ class Prober:
         """
         served = await self.fetch_models(flag)
         earlier_sources = () if earlier_facts is None else earlier_facts.sources
-        answers = await self._ask_at_once(flag, earlier_sources)
+        answers = await self._ask_at_once(flag, served.engine, earlier_sources)
         sources, (engine_ids, ids_problem) = answers.sources, answers.engine_ids
         if ids_problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
             log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, ids_problem)
@@ -311,9 +312,9 @@ class Prober:
             is_new_engine=is_new_engine,
         )
 
-    async def _ask_at_once(self, flag: WorkerFlag, earlier_sources: tuple[EventSource, ...]) -> _Answers:
+    async def _ask_at_once(self, flag: WorkerFlag, engine: str, earlier_sources: tuple[EventSource, ...]) -> _Answers:
         """Ask what does not depend on other answers. Raises FetchError, DecodeError if the sources are unknown."""
-        sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
+        sources_task = asyncio.ensure_future(self._find_sources(flag, engine, earlier_sources))
         bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
         metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
         # An exception stays in its task, so that all answers are awaited.
@@ -367,24 +368,29 @@ class Prober:
             raise DecodeError("/v1/models lists no model")
         return served
 
-    async def _find_sources(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
+    async def _find_sources(
+        self, flag: WorkerFlag, engine: str, known_sources: tuple[EventSource, ...]
+    ) -> tuple[EventSource, ...]:
         """Return where a worker publishes its cache events: one source for each rank, none if it publishes nothing.
 
-        The operator's sources are used if there are any, else those that the worker reports. Without a report, vLLM's
-        default port is used if something listens there. `known_sources`: result of the last call, which is returned
-        again while the worker answers with another error, or the port not at all.
+        The operator's sources are used if there are any, else those that the worker reports, SGLang in `/server_info`.
+        Without a report, vLLM's default port is used if something listens there. `known_sources`: result of the last
+        call, which is returned again while the worker answers with another error, or the port not at all.
         """
         if flag.no_events:
             return ()
         if flag.events:
             return make_configured_sources(flag)
         status, body = await self._get(flag, "/kv_event_sources")
-        if status == 200:
-            sources = read_sources(body, flag.url)
+        has_no_report = status in NOT_OFFERED
+        sources = read_sources(body, flag.url) if status == 200 else ()
+        if has_no_report and engine not in (VLLM, BLOCKCAST):
+            info_status, body = await self._get(flag, "/server_info")
+            sources = read_publisher(body, flag.url) if info_status == 200 else ()
+        if status == 200 or sources:
             if not self._trusts_endpoints:
                 await self._check_hosts(flag, sources)
             return sources
-        has_no_report = status in NOT_OFFERED
         if known_sources and not has_no_report:
             return known_sources  # the worker or its proxy may be busy, so its sources are taken as unchanged
         host = urlsplit(flag.url).hostname or "127.0.0.1"

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from operator import mul
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -19,7 +19,9 @@ from events.sources import (
     BLOCK_TOKENS_MAX,
     NAME_CHARS_MAX,
     RANKS_MAX,
+    BlockTokens,
     EventSource,
+    Name,
     is_endpoint,
     parse_endpoint_host,
     parse_sources,
@@ -137,6 +139,43 @@ def list_endpoints(source: EventSource) -> list[str]:
     return [endpoint for endpoint in endpoints if endpoint]
 
 
+class _Publisher(msgspec.Struct):
+    """Publisher of cache events in the answer of SGLang to `GET /server_info`. Rank r publishes at port base + r."""
+
+    endpoint_host: Name
+    endpoint_port_base: int
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)] = 1
+    topic: Name = ""
+    block_size: BlockTokens | None = None
+    replay_endpoint_port_base: int | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    kv_events: _Publisher | None = None
+
+
+def read_publisher(body: bytes, url: str) -> tuple[EventSource, ...]:
+    """Return where the SGLang worker at `url` publishes its events, from its `/server_info`; empty if it tells none."""
+    try:
+        publisher = msgspec.json.decode(body, type=_ServerInfo).kv_events
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()
+    if publisher is None:
+        return ()
+    sources = [
+        {
+            "endpoint": f"tcp://{publisher.endpoint_host}:{publisher.endpoint_port_base + rank}",
+            "replay_endpoint": publisher.replay_endpoint_port_base
+            and f"tcp://{publisher.endpoint_host}:{publisher.replay_endpoint_port_base + rank}",
+            "topic": publisher.topic,
+            "block_size": publisher.block_size,
+            "data_parallel_rank": rank,
+        }
+        for rank in range(publisher.dp_size)
+    ]
+    return read_sources(msgspec.json.encode(sources), url)
+
+
 class EngineSizes(NamedTuple):
     """Sizes of a worker's caches and scheduler steps, as its engine reports them; None if unknown."""
 
@@ -158,10 +197,13 @@ UNKNOWN_SIZES = EngineSizes()
 
 
 def read_server_info(body: bytes) -> EngineSizes:
-    """Read the answer of SGLang to `GET /server_info`. Raises DecodeError."""
+    """Read the answer of SGLang to `GET /server_info`, which tells the cache of one rank. Raises DecodeError."""
     info = _decode_object(body, "/server_info")
+    ranks, cache_tokens = info.get("dp_size"), _accept_token_count(info.get("max_total_num_tokens"))
+    if cache_tokens is not None and type(ranks) is int and 0 < ranks <= RANKS_MAX:
+        cache_tokens *= ranks
     return EngineSizes(
-        cache_tokens=_accept_token_count(info.get("max_total_num_tokens")),
+        cache_tokens=_accept_token_count(cache_tokens),
         step_tokens=_accept_token_count(info.get("chunked_prefill_size")),  # -1: prompts are not cut
     )
 
@@ -257,7 +299,9 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
         labels = dict(_LABEL_PATTERN.findall(label_text or ""))
         if kind == "awake" and labels.get("sleep_state") != "awake":
             continue  # the other series of that gauge are the sleep levels
-        rank = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
+        if labels.get("priority"):
+            continue  # SGLang's part of the number without a priority
+        rank = parse_number(labels.get("engine") or labels.get("dp_rank", "0")) if ranks > 1 else 0
         if rank is None or rank >= ranks:
             continue
         value = _parse_float(value_text)

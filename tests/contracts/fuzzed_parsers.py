@@ -185,7 +185,8 @@ def _stream(data: bytes) -> None:
 def _worker(data: bytes) -> None:
     for read in (worker_responses.read_models, worker_responses.read_server_info):
         _call_suppressing(DecodeError, read, data)
-    _call_suppressing(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
+    for read_sources in (worker_responses.read_sources, worker_responses.read_publisher):
+        _call_suppressing(DecodeError, read_sources, data, "http://10.0.0.1:8000")
     page = data.decode(errors="replace")
     worker_responses.read_engine_sizes(page)
     _call_suppressing(ValueError, parse_worker_flag, page)

@@ -167,6 +167,42 @@ def test_sglang_tells_its_sizes() -> None:
         assert (spec.cache_tokens, spec.step_tokens) == (700, step_tokens)
 
 
+def sglang_info(**publisher: Any) -> str:
+    """Answer of SGLang 0.5.23 with a publisher of two ranks; the router uses these fields."""
+    described = {
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 6000, "topic": "kv", "block_size": 64,
+        "dp_size": 2, "replay_endpoint_port_base": 6100, "load_endpoint_port_base": 6200, "load_topic": "load",
+    }  # fmt: skip
+    return json.dumps({"max_total_num_tokens": 700, "dp_size": 2, "kv_events": described | publisher})
+
+
+def test_sglang_tells_where_it_publishes() -> None:
+    facts = probe({"/v1/models": MODELS, "/server_info": (200, sglang_info())})
+    assert [(s.data_parallel_rank, s.endpoint, s.replay_endpoint, s.topic) for s in facts.sources] == [
+        (0, "tcp://127.0.0.1:6000", "tcp://127.0.0.1:6100", "kv"),
+        (1, "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6101", "kv"),
+    ]
+    spec = facts.spec
+    assert (spec.ranks, spec.cache_view, spec.block_size, spec.cache_tokens) == (2, CacheView.EVENTS, 64, 1400)
+    (source,) = probe(
+        {"/v1/models": MODELS, "/server_info": (200, sglang_info(dp_size=1, replay_endpoint_port_base=None))}
+    ).sources
+    assert (source.endpoint, source.replay_endpoint) == ("tcp://127.0.0.1:6000", None)
+
+
+@pytest.mark.parametrize(
+    "info", ["nonsense", "[]", "{}", '{"kv_events": null}', "[" * 9999, sglang_info(dp_size=9999), sglang_info(topic=3)]
+)
+def test_sglang_without_a_readable_publisher_has_no_sources(info: str) -> None:
+    assert probe({"/v1/models": MODELS, "/server_info": (200, info)}).sources == ()
+
+
+@pytest.mark.parametrize("publisher", [{"endpoint_host": "10.1.2.3"}, {"endpoint_port_base": 65535}])
+def test_sglang_may_publish_at_its_own_ports_only(publisher: dict[str, Any]) -> None:
+    with pytest.raises(DecodeError, match=r"is not on|is no address"):
+        probe({"/v1/models": MODELS, "/server_info": (200, sglang_info(**publisher))})
+
+
 async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]:
     app = web.Application()
     for path, (status, text) in routes.items():

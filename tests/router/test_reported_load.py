@@ -75,6 +75,17 @@ def test_loads_are_read_by_rank_and_in_sum() -> None:
     ) == [EngineLoad(4, 1, None)]
 
 
+def test_sglang_names_ranks_and_priorities() -> None:
+    page = "".join(
+        f'sglang:{name}{{dp_rank="{rank}",model_name="m",priority="{priority}",tp_rank="0"}} {count}\n'
+        for name in ("num_running_reqs", "num_queue_reqs")
+        for rank in (0, 1)
+        for priority, count in (("", 3 + rank), ("0", 1), ("10", 2 + rank))
+    )
+    assert read_loads(page, 2) == [EngineLoad(3, 3), EngineLoad(4, 4)]
+    assert read_loads(page, 1) == [EngineLoad(7, 7)]
+
+
 def sleeping(*awake: str) -> str:
     """vLLM's gauge of so many ranks."""
     return "".join(
