@@ -154,8 +154,9 @@ def _make_boundary(
 def _choose_trailing_counts(request: RoutingRequest, message_ends: list[int]) -> list[int]:
     """Choose where the next request can continue this one: return how many last messages are left out, most first.
 
-    The next request of a client appends to this one, but may change its last few messages. In a chat, the last question
-    and the messages after it may be left out too, as a template may write them otherwise once there is a new question.
+    The next request of a client appends to this one, but may change its last 1 or 3 messages. In a chat, the last
+    question and the messages after it may be left out too, as a template may write them otherwise once there is a new
+    question. So ten messages of which the sixth is the last question give [5, 3, 1].
     """
     message_count = len(message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
