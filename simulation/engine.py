@@ -158,10 +158,7 @@ class SimWorker:
         self._unused_prefill_tokens = 0
         """Prompt tokens for which a step has room, if requests wait only for a slot; else 0."""
         self._prefill_capacity_used = 0
-        """Prompt tokens that all steps computed, or had room for while a request waited for a slot.
-
-        The clock by which waiting requests age.
-        """
+        """Prompt tokens that steps computed, or had room for while a request waited for a slot: what waiters age by."""
 
     @property
     def running_sequence_count(self) -> int:
@@ -247,10 +244,7 @@ class SimWorker:
             assert not self.waiting_sequences, f"worker {self.number} is idle, but its cache is too small for a request"
 
     def _count_unused_prefill_tokens(self) -> int:
-        """Count the prompt tokens for which a step has room, but which wait because `max_sequences` run already.
-
-        A waiting request ages by them as if they were computed: see `_prefill_capacity_used`.
-        """
+        """Count the prompt tokens for which a step has room, but which wait because `max_sequences` run already."""
         is_batch_full = self.running_sequence_count >= self.limits.max_sequences
         if not is_batch_full or not self.waiting_sequences:
             return 0
