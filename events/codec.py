@@ -258,6 +258,6 @@ _DECODER_BY_FIELD: dict[str, Callable[[Raw], Any]] = {
     "locality": partial(_decode_or_none, str | None),
     "ownership": partial(_decode_or_none, str | None),
     "session_id": partial(_decode_or_none, str | None),
-    "lookahead_token_ids": partial(_decode_or_none, list[int] | None),
+    "lookahead_token_ids": partial(_decode_or_none, list[list[int]] | None),
 }
 """Decoder of each field: of the type that the field has in events/types.py, unless other engines send other types."""

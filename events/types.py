@@ -56,7 +56,8 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
-    lookahead_token_ids: list[int] | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    """Tokens after each block that its name covers too, as vLLM 0.33 sends them under EAGLE and MTP."""
     cache_salt: str | None = None
     """Salt of all blocks as SGLang sends it; vLLM and our engine put the salt into `extra_keys`."""
     mm_keys: list[list[Any] | None] | None = None

@@ -110,8 +110,8 @@ def _convert_other_fields(message: Message, role: Any) -> Message:
         if isinstance(tool_calls, list) and tool_calls:
             template_message["tool_calls"] = [convert_tool_call(call) for call in tool_calls]
         for name in ("reasoning_content", "reasoning"):
-            if message.get(name) is not None:
-                template_message[name] = message[name]
+            if message.get(name) is not None:  # vLLM 0.33 takes an embedding instead of text
+                template_message[name] = MEDIA_MARKER if isinstance(message[name], dict) else message[name]
     elif role == "tool" and "tool_call_id" in message:
         template_message["tool_call_id"] = message["tool_call_id"]
     elif role == "developer" and message.get("tools") is not None:

@@ -31,8 +31,9 @@ MODEL_PATH_PREFIX: Final = "/v1/models/"
 FORWARDED_PATHS: MethodsByPath = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-        "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *UNVERSIONED_PATHS,
+        "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/decisions",
+        "/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+        "/v1/images/generations", *UNVERSIONED_PATHS,
     ), ("POST",)),
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip

@@ -38,7 +38,7 @@ COUNTING_PATHS: Final = ("/v1/messages/count_tokens", *TOKENIZE_PATHS)
 """Routes with prompts that no model computes."""
 JSON_PATHS: Final = frozenset((
     *COUNTING_PATHS, *POOLING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
-    "/v1/audio/speech", "/v1/images/generations",
+    "/v1/decisions", "/v1/systemone", "/v1/audio/speech", "/v1/images/generations",
 ))  # fmt: skip
 """Routes without a known prompt, but always with a JSON body."""
 ID_BYTES: Final = 4

@@ -126,6 +126,13 @@ def test_names_without_tokens(encode: Callable[[EventBatch], bytes]) -> None:
     assert (decoded_batch.batch.events, decoded_batch.errors) == ([copy], [])
 
 
+def test_tokens_after_each_block() -> None:
+    """What vLLM 0.33 sends under EAGLE and MTP (made by hand after its sources)."""
+    blocks = BlockStored([7, 8], None, [1, 2, 3, 4], 2, medium="GPU", session_id="s", lookahead_token_ids=[[3], [5]])
+    decoded_batch = decode_batch(encode_batch(EventBatch(1.0, [blocks])))
+    assert (decoded_batch.batch.events, decoded_batch.errors) == ([blocks], [])
+
+
 def test_sglang_dialect() -> None:
     """An event-level salt, and (token, next token) pairs under EAGLE."""
     event = {

@@ -239,6 +239,13 @@ def test_generation_prompt_defaults_to_true_unless_the_last_message_is_continued
     assert render_chat(template, off).endswith("a<|im_end|>\n")
 
 
+def test_the_text_ends_before_reasoning_that_is_an_embedding():
+    source = "{% for m in messages %}{% if m.reasoning %}<think>{{ m.reasoning + '</think>' }}{% endif %}{% endfor %}"
+    embedding = {"type": "prompt_embeds", "data": "AAAA"}
+    request = chat([{"role": "assistant", "content": "a", "reasoning": embedding}, {"role": "user", "content": "b"}])
+    assert render_chat(ChatTemplate(source), request) == "<think>"
+
+
 def test_template_kwargs_and_reasoning_effort_reach_the_template():
     template = ChatTemplate("{{ reasoning_effort }} {{ x }} {{ add_generation_prompt }}")
     kwargs = {"x": 3, "messages": [], "add_generation_prompt": False, "reasoning_effort": "high", "self": 1}

@@ -31,7 +31,10 @@ def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(first.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
 
 
-VLLM_PATHS = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify", "/v2/embed")
+VLLM_PATHS = (
+    "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify", "/v2/embed",
+    "/v1/decisions", "/v1/systemone",
+)  # fmt: skip
 
 
 def test_texts_are_made_tokens_vectors_and_scores_by_a_worker_of_their_model(edge: Any, make_post: Any) -> None:
