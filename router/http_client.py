@@ -15,6 +15,9 @@ import aiohttp
 
 from router.host_names import HostNames
 
+KEEP_ALIVE_S = 1.0
+"""Time for which a connection is kept: shorter than the pause between two checks of a worker, so that each check looks
+the worker's name up and finds a host that has taken the name over."""
 READ_BYTES = 16 << 10
 """Bytes of a response that aiohttp buffers at most: a sixteenth as many chunks as with its default."""
 
@@ -32,7 +35,9 @@ def open_session(
     those of a hostile server would be kept without bound, and sent back to it.
     """
     resolver = host_names or HostNames()
-    connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max, resolver=resolver, use_dns_cache=False)
+    connector = aiohttp.TCPConnector(
+        ssl=tls or True, limit=requests_max, resolver=resolver, use_dns_cache=False, keepalive_timeout=KEEP_ALIVE_S
+    )
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 

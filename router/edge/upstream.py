@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from aiohttp.helpers import is_ip_address
+
 from options.addresses import get_default_port
 from options.background_tasks import BackgroundTasks
 from options.system import probe_silent_connections
@@ -30,6 +32,8 @@ LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errn
 IDLE_S_MAX: Final = 4.0
 """Time after which an idle connection is closed: less than the 5 s after which Uvicorn, the server of most engines,
 closes it, perhaps while a request is being written."""
+NAMED_S_MAX: Final = 10.0
+"""Time after which a connection to a host that is given by name takes no more requests: the name may have moved."""
 IDLE_MAX: Final = 512
 """Most idle connections to one worker."""
 READ_BYTES: Final = 64 * 1024
@@ -104,8 +108,8 @@ class UpstreamConnection(asyncio.BufferedProtocol):
     """
 
     __slots__ = (
-        "_head_buffer", "_interim_count", "_is_buffer_full", "_method", "_opening", "_pool", "_unsent_pieces", "head",
-        "idle_since_s", "request_count", "target", "transport", "user",
+        "_head_buffer", "_interim_count", "_is_buffer_full", "_method", "_opening", "_pool", "_unsent_pieces",
+        "first_idle_s", "head", "idle_since_s", "request_count", "target", "transport", "user",
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
@@ -118,6 +122,8 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         """Task that opens the connection."""
         self.request_count = 0
         """Requests sent so far. If a later one fails, the worker may just have closed the idle connection."""
+        self.first_idle_s: float | None = None
+        """Time at which the first request on the connection ended."""
         self.idle_since_s = 0.0
         """Time at which the last request on the connection ended."""
 
@@ -370,17 +376,19 @@ class UpstreamPool:
             connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
-        """Keep a connection for further requests to its worker; close it if enough connections to it are idle."""
+        """Keep a connection for further requests to its worker; close it if enough are idle, or if it is old."""
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
-        idle_connections = self._idle_connections.setdefault(connection.target, [])
-        if len(idle_connections) >= IDLE_MAX:
+        if connection.first_idle_s is None:
+            connection.first_idle_s = now
+        is_old = now - connection.first_idle_s > NAMED_S_MAX and not is_ip_address(connection.target.host)
+        if is_old or len(self._idle_connections.get(connection.target, ())) >= IDLE_MAX:
             connection.close()
             return
         connection.idle_since_s = now
-        idle_connections.append(connection)
+        self._idle_connections.setdefault(connection.target, []).append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)

@@ -37,7 +37,13 @@ from events.stream_types import (
 )
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
-from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_address, make_stream_counters
+from router.fleet.worker_stream import (
+    ObservedCapacity,
+    WorkerStream,
+    make_address,
+    make_stream_counters,
+    may_be_elsewhere,
+)
 from router.index.protocol import DumpPart, DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
@@ -126,14 +132,15 @@ class IndexFeed:
         """Read a worker's cache events from `sources`, one stream for each data-parallel rank.
 
         The blocks of `sources[rank]` go to the entry `holders[rank]` of the index. The worker's earlier streams go on
-        if addresses and holders are the same, and are replaced otherwise. `snapshots`: by rank, a copy of another
-        router's index to start from, if the events that the worker repeats (its replay) fit to it. `blocks_max`: most
-        blocks that a rank may announce.
+        if addresses and holders are the same, and are replaced otherwise, or if a name may have moved. `snapshots`: by
+        rank, a copy of another router's index to start from, if the events that the worker repeats (its replay) fit to
+        it. `blocks_max`: most blocks that a rank may announce.
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
         old_addresses = [make_address(stream.source, stream.holder) for stream in old_streams]
         new_addresses = [make_address(source, holder) for source, holder in zip(sources, holders)]
-        if old_addresses == new_addresses:
+        may_have_moved = any(may_be_elsewhere(stream.source, source) for stream, source in zip(old_streams, sources))
+        if old_addresses == new_addresses and not may_have_moved:
             for stream, source in zip(old_streams, sources):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)

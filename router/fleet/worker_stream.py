@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from aiohttp.helpers import is_ip_address
+
 from events.codec import decode_batch_rank, read_batch_time
 from events.feed_sockets import StreamSource
-from events.sources import EventSource
+from events.sources import EventSource, parse_endpoint_host
 from events.stream import StreamState
 from events.stream_buffers import digest_payload
 from events.stream_types import Apply, Origin, StreamConfig, StreamPosition
@@ -256,3 +258,13 @@ class WorkerStream:
 def make_address(source: EventSource, holder: HolderId) -> tuple[str | HolderId | None, ...]:
     """Return where a stream is read from and for whom; with another address, a new stream has to be followed."""
     return source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic, holder
+
+
+def may_be_elsewhere(old_source: EventSource, source: EventSource) -> bool:
+    """Return whether a host that is given by name runs another publisher than before, perhaps at another address.
+
+    The connection would stay with the old address, as long as a publisher is there.
+    """
+    host = parse_endpoint_host(source.endpoint)
+    is_new_publisher = old_source.epoch != source.epoch and None not in (old_source.epoch, source.epoch)
+    return is_new_publisher and host is not None and not is_ip_address(host)

@@ -12,7 +12,8 @@ import pytest
 import uvloop
 from aiohttp.streams import StreamReader
 
-from router.http_client import READ_BYTES, FetchError, fetch, open_session
+from router.fleet.config import FleetConfig
+from router.http_client import KEEP_ALIVE_S, READ_BYTES, FetchError, fetch, open_session
 
 PIECES_PER_TURN_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
@@ -138,3 +139,14 @@ def test_cookies_are_dropped() -> None:
             return list(session.cookie_jar)
 
     assert read_answer(answer, read) == []
+
+
+def test_a_check_of_a_worker_does_not_stay_with_the_address_that_its_name_had() -> None:
+    """Checks came so often that the connection to the old machine was never idle for long, nor the name looked up."""
+
+    async def run() -> None:
+        async with open_session(None) as session:
+            assert session.connector is not None
+            assert session.connector._keepalive_timeout == KEEP_ALIVE_S < FleetConfig().health_s
+
+    asyncio.run(run())

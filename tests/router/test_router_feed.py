@@ -380,6 +380,28 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
     other.close()
 
 
+@pytest.mark.parametrize(("host", "epochs", "is_replaced"), [
+    ("localhost", ("one", "two"), True), ("localhost", ("one", "one"), False), ("localhost", (None, "two"), False),
+    ("127.0.0.1", ("one", "two"), False),
+])  # fmt: skip
+def test_a_name_behind_which_another_publisher_answers_is_looked_up_again(
+    index: ReferenceIndex, feed: IndexFeed, host: str, epochs: tuple[str | None, str], is_replaced: bool
+) -> None:
+    """The connection stayed with the old machine for as long as that lived, and requests went to the new one."""
+    pub, holder = publisher(), index.add_holder("m")
+    endpoint = source_of(pub).endpoint.replace("127.0.0.1", host)
+    replay_endpoint = source_of(pub).replay_endpoint
+    sources = [EventSource(endpoint=endpoint, replay_endpoint=replay_endpoint, epoch=epoch) for epoch in epochs]
+    feed.follow_worker("a", sources[:1], [holder])
+    pub.publish(block_events(0, 2))
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "announced")
+    (stream,) = feed._streams_by_worker["a"]
+    feed.follow_worker("a", sources[1:], [holder])
+    assert (feed._streams_by_worker["a"] != [stream]) == is_replaced
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "read anew, or kept")
+    pub.close()
+
+
 def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, feed: IndexFeed) -> None:
     address = feed.bind("tcp://127.0.0.1:*")
     holder = index.add_holder("m")

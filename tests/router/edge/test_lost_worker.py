@@ -278,3 +278,25 @@ def test_the_kernel_looks_for_a_machine_that_is_silent() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(run(server.getsockname()[1]))
+
+
+@pytest.mark.parametrize(("host", "is_kept"), [("127.0.0.1", True), ("localhost", False)])
+def test_a_connection_does_not_stay_with_the_address_that_a_name_had(host: str, is_kept: bool) -> None:
+    """One that was used again and again carried requests to the old machine for as long as that lived."""
+
+    async def run(port: int) -> None:
+        pool = UpstreamPool()
+        target = Endpoint.parse(f"http://{host}:{port}")
+        connection = pool.acquire(target)
+        await pool.connect(connection)
+        for now in (100.0, 103.0, 106.0, 109.0):
+            pool.release(connection, now)
+            assert pool.acquire(target) is connection
+        pool.release(connection, 112.0)
+        assert (pool.acquire(target) is connection) == is_kept
+        pool.close()
+        await asyncio.sleep(0)
+        assert pool.count_connections() == (0, 0)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asyncio.run(run(server.getsockname()[1]))
