@@ -58,7 +58,7 @@ class RequestPipeline:
 
         # Recording requests. The proxy calls these functions in the order in which they are added.
         record_answer = self.request_reader.stored_responses.record_answer
-        self.proxy.on_first_byte.append(record_answer)
+        self.proxy.on_first_output.append(record_answer)
         self.proxy.on_end.append(record_answer)
         self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
         self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)

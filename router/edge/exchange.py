@@ -18,20 +18,18 @@ import math
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
+from router.edge.client_response import ClientResponse
 from router.edge.config import Timeouts
 from router.edge.continuation import build_continuation
-from router.edge.forwarded_heads import build_response_head
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
-from router.edge.response_redactor import ResponseRedactor
 from router.edge.transfers.dialects import Fields
 from router.edge.transfers.prefill_leg import PrefillLeg
 from router.edge.upstream import Endpoint, UpstreamConnection, is_local_error
-from router.http.chunked import LAST_CHUNK, encode_chunk
 from router.http.connection import Client
 from router.http.headers import ProtocolError
-from router.http.response import LengthBody, ResponseHead
+from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
 from router.prompting.body_fields import Body, add_fields
 
@@ -40,8 +38,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = (
-        "_adds_chunks", "_connection", "_is_client_paused", "_is_resend", "_prefill", "_proxy", "_pull", "_redactor",
-        "_response_head", "_unsent_head", "client", "context",
+        "_connection", "_is_client_paused", "_is_resend", "_prefill", "_proxy", "_pull", "_response", "_response_head",
+        "client", "context",
     )  # fmt: skip
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
@@ -59,14 +57,7 @@ class Exchange:
         self._pull: Transfer | None = None
         """Pull of a cached prefix by the chosen worker; None if there is none, or the worker refused its source."""
         self._is_client_paused = False
-
-        # The answer as the client gets it.
-        self._unsent_head = b""
-        """Head of the answer, which is sent together with the first content."""
-        self._adds_chunks = False
-        """Whether the content is sent in chunks, as the worker did, which clients of HTTP/1.0 do not understand."""
-        self._redactor: ResponseRedactor | None = None
-        """Blanks internal fields of the worker; None if all are shown, or the answer has no JSON."""
+        self._response = ClientResponse(client, context, shows_worker=proxy.config.cache_headers)
 
     @property
     def _decision(self) -> Decision:
@@ -320,29 +311,11 @@ class Exchange:
             self._abort_response(reason, FailureKind.STREAM if is_worker_fault else None)
             return
         if not is_continuation:
-            self._begin_response(head)
+            self._response.begin(head, self._proxy.redacted_keys)
         if self.context.continuation is not None and not head.is_readable_stream:
             self.context.continuation.recorder = None  # only tokens of a stream of events are recorded
         self._response_head = head
         self.on_attempt_body(head, data)
-
-    def _begin_response(self, head: ResponseHead) -> None:
-        """Build the client's head from the worker's. Decide whether the body is sent in chunks, and what is blanked."""
-        request, redacted_keys = self.context.request, self._proxy.redacted_keys
-        self._adds_chunks = head.is_chunked and not request.is_http_1_0
-        self._redactor = None
-        if redacted_keys is not None and head.has_json:
-            self._redactor = ResponseRedactor(redacted_keys)
-        shown_decision = self.context.decision if self._proxy.config.cache_headers else None
-        self._unsent_head = build_response_head(
-            head, self.context.trace_id, shown_decision, is_chunked=self._adds_chunks,
-            keep_alive=self._keeps_alive(head), cors_headers=self.client.cors_headers,
-        )  # fmt: skip
-
-    def _keeps_alive(self, head: ResponseHead) -> bool:
-        """Return whether the client's connection can carry further requests after this answer."""
-        is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
-        return self.context.request.keep_alive and is_delimited and not self.context.request.is_http_1_0
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
@@ -394,7 +367,7 @@ class Exchange:
         if recorder is not None and recorder.has_worker_failed:
             if self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
                 return
-            self._write(recorder.stop_recording())  # its report, which was held back
+            self._response.send(recorder.stop_recording())  # its report, which was held back
         if not head.body.is_complete:
             if context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
                 self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
@@ -404,43 +377,26 @@ class Exchange:
             self._complete(head, reusable=head.keep_alive and not surplus)
 
     def _forward_content(self, head: ResponseHead, content: bytes, now: float) -> None:
-        """Send the next content of an answer to the client, and record the answer's progress.
+        """Send the next content of an answer to the client, and report the model's first output.
 
-        The first output counts as the first token. Events that come before the model's output do not.
+        The core is told first, as it may send a queued request now. It learns from streams only: their first output is
+        the first token, and other answers come whole. Listeners follow the write, which they must not delay.
         """
-        context, progress, is_last = self.context, self.context.progress, head.body.is_complete
-        if progress.first_byte_at_s is None and content:
-            progress.first_byte_at_s = now
-        may_be_first_output = bool(content) and not progress.has_started
-        is_first_output = may_be_first_output and progress.is_output(content, context.request.path)
+        context = self.context
+        has_new_output = context.progress.record_arrival(content, context.request.path, now)
+        is_first_output = has_new_output and head.status == 200
+        if is_first_output and context.is_streaming:
+            self._proxy.record_first_token(context, now)
+        self._response.forward(content, now, is_last=head.body.is_complete)
         if is_first_output:
-            progress.has_started = True
-            if context.is_streaming and head.status == 200:
-                self._proxy.record_first_token(context, now)
-        if context.continuation is not None:
-            content = context.continuation.record_and_convert(content, is_last=is_last)
-        if self._redactor is not None:
-            content = self._redactor.feed(content, ends=is_last)
-        self._write(content)
-        progress.record(content, now)
-        if is_first_output and head.status == 200:
-            self._proxy.notify_first_byte(context)
-
-    def _write(self, content: bytes) -> None:
-        """Send content to the client, after the head of the answer if that is not sent yet."""
-        data = self._unsent_head + (encode_chunk(content) if self._adds_chunks else content)
-        self._unsent_head = b""
-        if data:
-            self.client.write(data)
+            self._proxy.notify_first_output(context)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the exchange, as the client has the whole content. `reusable`: the connection to the worker."""
-        if self._adds_chunks:
-            self.client.write(LAST_CHUNK)
+        self._response.end_body()
         self._release_connection(reusable=reusable)
         if self._proxy.complete(self.context, head.status):
-            has_body_ended = self._adds_chunks or head.body.is_complete
-            self.client.finish(keep_alive=has_body_ended and self._keeps_alive(head))
+            self._response.finish(is_content_complete=head.body.is_complete)
 
     def _release_connection(self, *, reusable: bool) -> None:
         """Keep the connection to the worker for other requests if it is `reusable`, else close it."""
@@ -477,7 +433,7 @@ class Exchange:
     def last_progress_at_s(self) -> float | None:
         """Time of the last byte of a running stream; None while no byte is expected."""
         context = self.context
-        is_moving = context.progress.has_started and not self._is_client_paused and context.is_streaming
+        is_moving = context.progress.has_output and not self._is_client_paused and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
@@ -610,7 +566,7 @@ class Exchange:
         if end_events is None:
             return False
         self._proxy.record_broken_stream(context, "completed", reason)
-        self._write(end_events)
+        self._response.send(end_events)
         self._complete(head, reusable=False)
         return True
 

@@ -1,7 +1,7 @@
-"""Connect router/miss_reasons with the proxy: record requests at their first byte and at their end.
+"""Connect router/miss_reasons with the proxy: record requests at their first output and at their end.
 
 Decides which requests are compared with the last prompt of their conversation. Nothing here delays a decision: a
-request is analysed after the first byte of its answer was sent.
+request is analysed after the first output of its model was sent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MissReasonsRecorder:
     """
 
     def __init__(self, config: MissReasonsConfig, proxy: Proxy, prompt_reader: PromptReader) -> None:
-        """Make the analyzer of cache misses, and have `proxy` report the first byte and the end of requests."""
+        """Make the analyzer of cache misses, and have `proxy` report the first output and the end of requests."""
         self._proxy = proxy
         self._core = proxy.core
         self._facts = FactsAdapter(self._core, prompt_reader.tokenizers.get)
@@ -69,7 +69,7 @@ class MissReasonsRecorder:
 
         self.is_enabled = config.enabled  # otherwise nothing is recorded
         if self.is_enabled:
-            proxy.on_first_byte.append(self._on_first_byte)
+            proxy.on_first_output.append(self._on_first_output)
             proxy.on_end.append(self._on_end)
 
     def watch(self, session: str) -> None:
@@ -140,7 +140,7 @@ class MissReasonsRecorder:
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _on_first_byte(self, context: RequestContext) -> None:
+    def _on_first_output(self, context: RequestContext) -> None:
         """Record which tokens of a prompt were not cached at its worker, once the answer begins.
 
         Before that, a failed attempt may still send the request to another worker. `context.miss_analysis` is the

@@ -131,8 +131,8 @@ class Proxy:
         """Called with the context of each new request, and the time; None: requests are not traced."""
 
         # Listeners.
-        self.on_first_byte: list[Callable[[RequestContext], None]] = []
-        """Called with the context of a request after the first byte of its answer was sent to the client."""
+        self.on_first_output: list[Callable[[RequestContext], None]] = []
+        """Called with the context of a request after the client got the first output of a successful answer."""
         self.on_end: list[Callable[[RequestContext], None]] = []
         """Called with the context of each request that ended."""
         self.on_worker_lost: list[Callable[[str], None]] = []
@@ -252,9 +252,9 @@ class Proxy:
 
     # Listeners ----------------------------------------------------------------------------------------------------
 
-    def notify_first_byte(self, context: RequestContext) -> None:
-        """Tell the listeners that the client has the first byte of an answer."""
-        self._notify(self.on_first_byte, context)
+    def notify_first_output(self, context: RequestContext) -> None:
+        """Tell the listeners that the client has the first output of a successful answer."""
+        self._notify(self.on_first_output, context)
 
     def end(self, context: RequestContext, outcome: str) -> bool:
         """End a request: call the listeners with its outcome, and close its connections. The caller tells the core.

@@ -47,7 +47,7 @@ class ResponseProgress(msgspec.Struct, eq=False):
     """Time of the last byte from a worker, or of sending the request to it."""
     read_count: int = 0
     """Number of reads that were forwarded, which is about the number of the worker's chunks."""
-    has_started: bool = False
+    has_output: bool = False
     """Whether the current worker has sent a first part of the model's output."""
     first_bytes: bytes = b""
     """First bytes of the answer, with its id."""
@@ -59,7 +59,7 @@ class ResponseProgress(msgspec.Struct, eq=False):
 
     def restart(self) -> None:
         """Reset the counts of the current worker, because another worker continues the answer."""
-        self.has_started = False
+        self.has_output = False
         self.read_count = 0
 
     def record_sent(self, now: float) -> None:
@@ -74,6 +74,14 @@ class ResponseProgress(msgspec.Struct, eq=False):
             self.first_bytes += data[:FIRST_BYTES]
         if data:
             self._last_reads.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+
+    def record_arrival(self, data: bytes, path: str, now: float) -> bool:
+        """Record that content arrived from a worker; return whether it has the first output of the worker's model."""
+        if data and self.first_byte_at_s is None:
+            self.first_byte_at_s = now
+        is_first_output = bool(data) and not self.has_output and self.is_output(data, path)
+        self.has_output = self.has_output or is_first_output
+        return is_first_output
 
     @staticmethod
     def is_output(data: bytes, path: str) -> bool:

@@ -184,7 +184,7 @@ class PickExchange(Exchange):
         if context.is_done:
             return
         now = proxy.now()
-        if self._status == 200 and not progress.has_started and progress.is_output(data, context.request.path):
+        if self._status == 200 and not progress.has_output and progress.is_output(data, context.request.path):
             self._record_first_token(now)
         progress.record(data, now)
         if progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
@@ -220,16 +220,16 @@ class PickExchange(Exchange):
             proxy.withdraw(context, None)  # the core refused that worker: the load is not counted
 
     def _record_first_token(self, now: float) -> None:
-        self.context.progress.has_started = True
+        self.context.progress.has_output = True
         if self.context.is_streaming:
             self._proxy.record_first_token(self.context, now)
-        self._proxy.notify_first_byte(self.context)
+        self._proxy.notify_first_output(self.context)
 
     @property
     def last_progress_at_s(self) -> float | None:
         """Time of the last chunk of a running stream; None if chunks are not seen."""
         context = self.context
-        is_moving = self.client.stream.sees_response_body and context.progress.has_started and context.is_streaming
+        is_moving = self.client.stream.sees_response_body and context.progress.has_output and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:

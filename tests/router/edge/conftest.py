@@ -332,7 +332,7 @@ class Edge:
         self._add_local_routes(reading)
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(self.tenants.remove_request)
-        for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
+        for listeners in (self.proxy.on_first_output, self.proxy.on_end):
             listeners.append(reading.stored_responses.record_answer)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.reasons, discover_no_model)
         self.app = RouterApp(

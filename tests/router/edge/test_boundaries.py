@@ -20,6 +20,7 @@ from prompts.tokenizer import Checkpoint, Tokenizer
 from router.decide.attempts import AttemptTracker
 from router.decide.core import RouterCore
 from router.decide.placement import RequestPlacer
+from router.edge.client_response import ClientResponse
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.response_progress import ResponseProgress
@@ -40,7 +41,7 @@ CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (
-    Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
+    Exchange, ClientResponse, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
     AttemptTracker, Proxy, ClientConnection,
 )  # fmt: skip
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
