@@ -153,6 +153,7 @@ class CommonRequest(SharedRequest, kw_only=True, frozen=True):
     length_penalty: float | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=COUNT_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: LogprobCount | None = None
     allowed_token_ids: list[TokenIdField] | None = None
     bad_words: list[str] | None = None

@@ -63,6 +63,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
@@ -316,7 +317,9 @@ def has_media(messages: list[Message] | None) -> bool:
 
 
 _COPIED_FIELDS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("model", "chat_template", "reasoning_effort", "user", "prompt_cache_key"), _as_string),
+    **dict.fromkeys(
+        ("model", "chat_template", "reasoning_effort", "truncation_side", "user", "prompt_cache_key"), _as_string
+    ),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message", "add_special_tokens"), _as_bool),
     **dict.fromkeys(("tools", "documents"), _as_objects),
     "prompt": _as_prompt,

@@ -396,8 +396,8 @@ def _truncate_prompt(
 ) -> list[int]:
     """Return the last tokens of a prompt, as many as the request's `truncate_prompt_tokens` says, or all by default.
 
-    -1 keeps as many as the model takes. `param`, `path`: the prompt's field and the path of the API, for errors. Raises
-    RequestError, also if the prompt is too long.
+    With `truncation_side` "right" these are the first. -1 keeps as many as the model takes. `param`, `path`: the
+    prompt's field and the path of the API, for errors. Raises RequestError, also if the prompt is too long.
     """
     kept_tokens = body.truncate_prompt_tokens
     if kept_tokens is not None:
@@ -406,7 +406,7 @@ def _truncate_prompt(
             raise bad_value("truncate_prompt_tokens", kept_tokens, expected)
         if kept_tokens == -1:
             kept_tokens = limits.max_model_len - 1  # leaves room for one token of the answer
-        prompt = prompt[-kept_tokens:]
+        prompt = prompt[:kept_tokens] if body.truncation_side == "right" else prompt[-kept_tokens:]
     check_prompt(prompt, limits, param, path)
     return prompt
 

@@ -37,8 +37,9 @@ _RESENT_FIELDS = frozenset((
 ))
 _PROMPT_FIELDS = frozenset((
     "messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-    "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
-    "return_token_ids", "request_id", "metadata", "store", "prompt_cache_key", "safety_identifier",
+    "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "truncation_side",
+    "max_completion_tokens", "return_token_ids", "request_id", "metadata", "store", "prompt_cache_key",
+    "safety_identifier",
 ))
 """Fields that the request for the rest does not repeat: its token ids and its own limits stand for them."""
 _CHAT_OUTPUT_FIELDS = frozenset((

@@ -77,8 +77,8 @@ def is_within_bounds(body: bytes) -> bool:
 
 _SMALL_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata", "truncate_prompt_tokens",
-    "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "echo",
-    "top_logprobs",
+    "truncation_side", "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop",
+    "stop_token_ids", "echo", "top_logprobs",
 )  # fmt: skip
 """Fields that `read_large_request` decodes."""
 _json_decoder = msgspec.json.Decoder()
@@ -109,21 +109,21 @@ class RenderedPrompt(msgspec.Struct, eq=False):
 
 def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
     """Return the part of a prompt that a worker would use, with at most one token more than the worker accepts."""
-    last_tokens = _get_last_tokens(request, tokens_max)
-    if ids and last_tokens is not None:
-        ids = ids[-last_tokens:]
+    kept_tokens = _get_kept_tokens(request, tokens_max)
+    if ids and kept_tokens is not None:
+        ids = ids[:kept_tokens] if request.truncation_side == "right" else ids[-kept_tokens:]
     ids_max = (tokens_max or TOKENS_MAX) + 1
     if not ids:
         return None
     return ids if len(ids) <= ids_max else ids[:ids_max]
 
 
-def _get_last_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
-    """Return how many tokens at the end of a prompt a worker would use (`truncate_prompt_tokens`); None for all."""
-    last_tokens = request.truncate_prompt_tokens
-    if last_tokens == -1 and tokens_max is not None:  # as in vLLM, the longest prompt that leaves room for one token
+def _get_kept_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
+    """Return how many tokens of a prompt a worker would use (`truncate_prompt_tokens`); None for all."""
+    kept_tokens = request.truncate_prompt_tokens
+    if kept_tokens == -1 and tokens_max is not None:  # as in vLLM, the longest prompt that leaves room for one token
         return max(tokens_max - 1, 1)
-    return last_tokens if last_tokens is not None and last_tokens > 0 else None
+    return kept_tokens if kept_tokens is not None and kept_tokens > 0 else None
 
 
 def measure_prompts(
@@ -142,9 +142,9 @@ def measure_prompts(
     if token_ids is None:
         return None
     lengths = [len(token_ids), *further_lengths]
-    last_tokens = _get_last_tokens(request, tokens_max)
-    if last_tokens is not None:
-        lengths = [min(length, last_tokens) for length in lengths]
+    kept_tokens = _get_kept_tokens(request, tokens_max)
+    if kept_tokens is not None:
+        lengths = [min(length, kept_tokens) for length in lengths]
     return PromptSize(tokens=sum(lengths), longest_tokens=max(lengths), prompt_count=len(lengths), is_exact=is_exact)
 
 

@@ -76,6 +76,13 @@ def test_what_only_vllm_answers_hold(engine: Any) -> None:
     assert {"logprob", "rank", "decoded_token"} == set(choice["prompt_logprobs"][1]["2"])
 
 
+@pytest.mark.parametrize(("side", "kept"), [("right", [1, 2]), ("left", [4, 5])])
+def test_a_prompt_is_truncated_at_the_side_that_the_client_names(engine: Any, side: str, kept: list[int]) -> None:
+    body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
+    _, _, answer = call(engine.url + "/v1/completions", {**body, "max_tokens": 1})
+    assert answer["choices"][0]["prompt_token_ids"] == kept
+
+
 def test_echo_in_a_continued_chat(engine: Any) -> None:
     path, body = DOCUMENTED[8]
     _, _, answer = call(engine.url + path, {**body, "temperature": 0})

@@ -57,6 +57,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("/v1/completions", {"prompt": WORDS}),
     "ids": ("/v1/completions", {"prompt": list(range(30_000))}),
     "the last of it": ("/v1/completions", {"prompt": WORDS, "truncate_prompt_tokens": 7}),
+    "the first of it": ("/v1/completions", {"prompt": list(range(30_000)), "truncate_prompt_tokens": 7,
+                                            "truncation_side": "right"}),
     "as much as there is room for": ("/v1/completions", {"prompt": WORDS, "truncate_prompt_tokens": -1}),
     "its own template": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}],
                                                  "chat_template": "{{ 1 }}"}),
@@ -254,6 +256,13 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> None:
     assert is_within_bounds(body) is within
     assert read_large_request(body, None).model is None
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", [0, 1, 2]), ("left", [7, 8, 9]), (None, [7, 8, 9])])
+def test_a_prompt_is_truncated_at_the_side_that_the_client_names(side: str | None, kept: list[int]) -> None:
+    fields = {"truncate_prompt_tokens": 3} | ({} if side is None else {"truncation_side": side})
+    parsed = parse_routing("/v1/completions", json.dumps({"prompt": list(range(10)), **fields}).encode())
+    assert list(truncate_prompt(parsed.prompt, parsed, 100) or ()) == kept  # type: ignore[arg-type]
 
 
 def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
