@@ -172,26 +172,27 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 
 def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
-    """Return the rows of the gauges that have one value for each worker, or for each group that moves KV.
+    """Return the gauges that have one value for each worker, and one that has a value for each group that moves KV.
 
-    A row has the gauge's name and help text, its values by label value, and the names of its labels.
+    A `Row` is a gauge: name, help text, values by label, names of the labels. A worker with data-parallel ranks has a
+    value for each rank, as each is a target of its own.
     """
-    label_names = ("worker",)
+    states = snapshot.workers
+    alarm_counts = {state["target"]: len(state["alarms"]) for state in states}
+
+    def make_gauge(name: str, help_text: str, field: str) -> Row:
+        return Row(name, help_text, {state["target"]: state[field] for state in states}, ("worker",))
+
     return [
         _make_missing_roles_gauge(page.proxy.core.workers.values()),
         *_list_state_gauges(page, snapshot),
-        Row("worker_prefilling", "Requests at the worker without a first token.",
-            {row["target"]: row["prefilling"] for row in snapshot.workers}, label_names),
-        Row("worker_decoding", "Requests at the worker past their first token.",
-            {row["target"]: row["decoding"] for row in snapshot.workers}, label_names),
-        Row("worker_queue_seconds", "Predicted seconds of prefill that the worker still has to do.",
-            {row["target"]: row["queue_s"] for row in snapshot.workers}, label_names),
-        Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
-            {row["target"]: row["utilisation"] for row in snapshot.workers}, label_names),
+        make_gauge("worker_prefilling", "Requests at the worker without a first token.", "prefilling"),
+        make_gauge("worker_decoding", "Requests at the worker past their first token.", "decoding"),
+        make_gauge("worker_queue_seconds", "Predicted seconds of prefill that the worker still has to do.", "queue_s"),
+        make_gauge("worker_utilisation", "Seconds of prefill sent to the worker, per second.", "utilisation"),
         Row("worker_event_lag_seconds", "Seconds from the making of a worker's last batch of events until it counted.",
-            page.feed.list_event_lags(), label_names),
-        Row("worker_alarms", "Alarms that are raised for the worker.",
-            {row["target"]: len(row["alarms"]) for row in snapshot.workers}, label_names),
+            page.feed.list_event_lags(), ("worker",)),
+        Row("worker_alarms", "Alarms that are raised for the worker.", alarm_counts, ("worker",)),
     ]
 # fmt: on
 

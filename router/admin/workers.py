@@ -134,22 +134,23 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
     for worker in workers:
         if worker.spec.transfer.group:
             workers_by_group.setdefault(worker.spec.transfer.group, []).append(worker)
-    rows = []
-    for group, members in sorted(workers_by_group.items()):
-        available = [worker for worker in members if find_unusable_reason(worker) is None]
-        sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
-        destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
-        transfer = members[0].spec.transfer
-        effect = "requests are refused" if transfer.needs_partner else "each computes its prompts"
-        problem, missing_role = "", ""
-        if not sources:
-            problem, missing_role = f"no worker gives KV: {effect}", PREFILL_ROLE
-        elif not destinations:
-            problem, missing_role = f"no worker takes KV: {effect}", DECODE_ROLE
-        elif len({*sources, *destinations}) == 1:
-            problem = "only one worker is available"
-        rows.append({
-            "group": group, "dialect": transfer.dialect, "sources": sources, "destinations": destinations,
-            "missing_role": missing_role, "problem": problem,
-        })  # fmt: skip
-    return rows
+    return [_describe_kv_group(group, members) for group, members in sorted(workers_by_group.items())]
+
+
+def _describe_kv_group(group: str, members: list[Worker]) -> dict[str, Any]:
+    """Return the row of one group. Its members run the same engine, so the first one speaks for all."""
+    available = [worker for worker in members if find_unusable_reason(worker) is None]
+    sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
+    destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
+    dialect, needs_partner = members[0].spec.transfer.dialect, members[0].spec.transfer.needs_partner
+    effect = "requests are refused" if needs_partner else "each computes its prompts"
+    missing_role = PREFILL_ROLE if not sources else DECODE_ROLE if not destinations else ""
+    problem = ""
+    if missing_role:
+        problem = f"no worker {'gives' if missing_role == PREFILL_ROLE else 'takes'} KV: {effect}"
+    elif len({*sources, *destinations}) == 1:
+        problem = "only one worker is available"
+    return {
+        "group": group, "dialect": dialect, "sources": sources, "destinations": destinations,
+        "missing_role": missing_role, "problem": problem,
+    }  # fmt: skip

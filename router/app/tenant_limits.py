@@ -21,7 +21,7 @@ from router.metrics import Metrics
 from router.prompting.sessions import Session
 
 _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
-"""Routes with a `cache_salt` in the body."""
+"""Paths of the APIs that have a field `cache_salt`. In other bodies, workers know no such field."""
 
 
 class _KeySettings(NamedTuple):
@@ -91,10 +91,10 @@ class TenantLimits:
             del self.tokens_in_flight[tenant]
 
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
-        """Apply the settings of a request's API key to `route`; return the fields to set in the body for the worker.
+        """Apply the settings of a request's API key; return the fields to set in the body that the worker gets.
 
-        The settings are a share of the queue, a smallest priority number, and a cache salt, with which no two keys
-        share cached blocks. Sessions are named after the tenant too, so that no two keys share a session.
+        Changes `route`, by which the router queues the request and finds its cached blocks. The worker itself uses the
+        priority (a key has a smallest number) and the cache salt, with which no two keys share cached blocks.
         """
         tenant, body = context.tenant, context.body
         assert body is not None
@@ -102,11 +102,12 @@ class TenantLimits:
         body_fields: dict[str, object] = {}
         route.tenant = tenant
         route.share = settings.share
-        if self._has_keys:
-            route.session, route.parent, _ = Session(route.session, route.parent).add_tenant(tenant)
+        if self._has_keys:  # so that no two keys share a session
+            session = Session(route.session, route.parent).add_tenant(tenant)
+            route.session, route.parent = session.name, session.parent_name
+        route.priority = max(route.priority, settings.priority_min)
         if body.request.priority < settings.priority_min:
             body_fields["priority"] = settings.priority_min
-        route.priority = max(route.priority, settings.priority_min)
         if settings.salt is not None and context.request.path in _SALTED_PATHS:
             client_salt = route.scope.salt
             salt = settings.salt if client_salt is None else f"{settings.salt}:{client_salt}"

@@ -79,6 +79,10 @@ class CompletionResult(NamedTuple):
     """Cached tokens of the prompt, as the worker reports them; None if it reports none."""
 
 
+_Store = tuple[Message, BlockStored]
+"""An event by which a worker announced the first blocks of a prompt, and the message that brought it."""
+
+
 class WorkerCheck:
     """Checks whether a router can use one worker: its address, tokenizer, template, events and reports of usage.
 
@@ -141,22 +145,23 @@ class WorkerCheck:
         """Send a prompt again and again; check the cache events and cached tokens that the worker reports.
 
         The prompt is sent twice, then with a cache salt, then for a LoRA adapter. Where nothing listens at an address
-        for events, the check listens there itself, because the worker may be set up to connect to it.
+        for events, the check listens there itself, because the worker may be set up to connect to it. If the first
+        request is not answered as it should be, no other is sent.
         """
         listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
         silent_sources = [source for source in self._facts.sources if source not in listening_sources]
         with Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)) as subscriber:
             _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
-            first_result = await self._request_completion("request", {"prompt": prompt_ids})
-            yield first_result.finding
-            if first_result.finding.is_ok is not True:
+            first_finding, _ = await self._request_completion("request", {"prompt": prompt_ids})
+            yield first_finding
+            if not first_finding.is_ok:
                 return
-            await self._collect_events(subscriber, prompt_ids)
+            stores = await self._receive_stores(subscriber, prompt_ids)
             if self._facts.sources:
-                for finding in self._check_events(prompt_ids, silent_sources):
+                for finding in self._check_events(stores, silent_sources):
                     yield finding
-            yield await self._check_cached_tokens(prompt_ids)
+            yield await self._check_cached_tokens(prompt_ids, stores)
             yield await self._check_salt(prompt_ids)
             adapter = next((model for model in self._facts.spec.models if model.lora is not None), None)
             if adapter is not None:
@@ -236,15 +241,16 @@ class WorkerCheck:
             for source in sources
         ]
 
-    async def _collect_events(self, subscriber: Subscriber, prompt_ids: Sequence[int]) -> None:
-        """Collect messages until the prompt's blocks were announced, or for EVENTS_TIMEOUT_S."""
+    async def _receive_stores(self, subscriber: Subscriber, prompt_ids: Sequence[int]) -> list[_Store]:
+        """Receive messages until one announces the prompt's blocks, or for EVENTS_TIMEOUT_S; return `_find_stores`."""
         deadline_s = time.monotonic() + (EVENTS_TIMEOUT_S if self._facts.sources else 0.0)
         while time.monotonic() < deadline_s and not self._find_stores(prompt_ids):
             item = await asyncio.to_thread(subscriber.get, 0.1)
             if isinstance(item, Message):
                 self._messages.append(item)
+        return self._find_stores(prompt_ids)
 
-    def _find_stores(self, prompt_ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
+    def _find_stores(self, prompt_ids: Sequence[int]) -> list[_Store]:
         """Return the events by which the worker announced the first blocks of a prompt, each with its message."""
         stores = []
         for message in self._messages:
@@ -255,17 +261,17 @@ class WorkerCheck:
                         stores.append((message, event))
         return stores
 
-    def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
+    def _check_events(self, stores: Sequence[_Store], silent_sources: Sequence[EventSource]) -> list[Finding]:
         """Report whether the worker's cache events announced the prompt's blocks, as a router needs to find them again.
 
         Also report what in the events differs from the worker's description of its streams, such as the block size.
-        `silent_sources`: described addresses of events at which nothing listens, so that this check listens there.
+        `stores`: these events. `silent_sources`: described addresses of events at which nothing listens, so that this
+        check listens there.
         """
         came_to_own_address = any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages)
         if came_to_own_address:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
-        stores = self._find_stores(prompt_ids)
         if not stores:
             return [self._report_silence(silent_sources)]
         first_message, events = stores[0][0], [event for _, event in stores]
@@ -305,11 +311,11 @@ class WorkerCheck:
         text = f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
         return Finding("replay", False, text)
 
-    async def _check_cached_tokens(self, prompt_ids: Sequence[int]) -> Finding:
+    async def _check_cached_tokens(self, prompt_ids: Sequence[int], stores: Sequence[_Store]) -> Finding:
         """Send the prompt again, and compare the cached tokens that the worker reports with a router's prediction.
 
         The finding fails if the numbers differ, or if the worker reports none. Where a router makes no prediction, the
-        finding shows the reported number.
+        finding shows the reported number. `stores`: events that announced the prompt's blocks.
         """
         answer, reported_tokens = await self._request_completion("again", {"prompt": prompt_ids})
         if not answer.is_ok:
@@ -320,19 +326,18 @@ class WorkerCheck:
         if reported_tokens == 0:
             text = "a repeated prompt was computed again: prefix caching is off, or the cache too small"
             return Finding("cached", is_ok=False, text=text)
-        predicted_tokens = self._predict_cached_tokens(prompt_ids)
+        predicted_tokens = self._predict_cached_tokens(prompt_ids, stores)
         if predicted_tokens is None:
             text = f"{reported_tokens} of {len(prompt_ids)} tokens of a repeated prompt"
             return Finding("cached", is_ok=True, text=text)
         text = f"{predicted_tokens} tokens predicted for a repeated prompt, {reported_tokens} reported"
         return Finding("cached", is_ok=reported_tokens == predicted_tokens, text=text)
 
-    def _predict_cached_tokens(self, prompt_ids: Sequence[int]) -> int | None:
+    def _predict_cached_tokens(self, prompt_ids: Sequence[int], stores: Sequence[_Store]) -> int | None:
         """Return the tokens in the prompt's full blocks: the worker should have these cached after the first request.
 
         Return None if no event announced the blocks, or for a hybrid model, which has several groups of blocks.
         """
-        stores = self._find_stores(prompt_ids)
         events = [event for message in self._messages for event in message.decoded_batch.batch.events]
         has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
         if not stores or has_several_groups:
@@ -345,7 +350,7 @@ class WorkerCheck:
         """Report whether prompts with another `cache_salt` share no blocks, so that tenants can be kept apart."""
         body = {"prompt": prompt_ids, "cache_salt": self._salt}
         finding, cached_tokens = await self._request_completion("salt", body)
-        if finding.is_ok is not True:
+        if not finding.is_ok:
             return Finding("salt", None, f"not taken: {finding.text}")
         if cached_tokens:
             text = "a prompt with another `cache_salt` was answered from the cache: tenants share one"
@@ -359,12 +364,11 @@ class WorkerCheck:
         name the adapter. `name`: model name of the adapter.
         """
         finding, cached_tokens = await self._request_completion("LoRA", {"prompt": prompt_ids, "model": name})
-        if finding.is_ok is not True:
+        if not finding.is_ok:
             return finding
         rotated_ids = [*prompt_ids[1:], prompt_ids[0]]
         await self._request_completion("LoRA", {"prompt": rotated_ids, "model": name})
-        await self._collect_events(subscriber, rotated_ids)
-        stores = self._find_stores(rotated_ids)
+        stores = await self._receive_stores(subscriber, rotated_ids)
         if cached_tokens or not all(_belongs_to_adapter(event, name) for _, event in stores):
             return Finding("LoRA", False, f"blocks of {name} pass for the base model's: their hits are mistaken")
         if self._facts.sources and not stores:

@@ -424,15 +424,15 @@ class LoadTracker:
             return
         target, load, speed = request.target, request.target.load, request.target.speed
         is_in_turn = target.prefill_queue.record_first_token(request)
-        oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
+        previous_end_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
         interval = speed.open_prefill_interval
         if interval is None or now - interval.end_s > _SAME_STEP_S:  # it is the first token of another step
-            if interval and is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, speed.step_tokens):
+            if interval and is_in_turn and interval.can_add_step(request.sent_at_s, previous_end_s, speed.step_tokens):
                 interval.add_step(load.decode_request_count, load.decode_context_tokens)
             else:
                 self.close_interval(target)
                 interval = speed.open_prefill_interval = PrefillInterval(
-                    request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
+                    request.sent_at_s, previous_end_s, load.decode_request_count, load.decode_context_tokens, now
                 )
                 interval.is_usable = is_in_turn
         if target.peer_load.prefill_s > 0.0 or target.external_load or request.source is not None:

@@ -221,17 +221,20 @@ def estimate_decode_s(
 ) -> float:
     """Return the time of an answer after its first token, plus the time by which it delays the target's other answers.
 
-    A step of the engine gives each answer one token. A new answer lengthens the steps of all by its context, on average
-    the prompt and half of the answer. All answers stand still during a prefill.
+    A step of the engine gives each answer one token, and reads the context of all. During a prefill, all answers stand
+    still. `prefill_s`: time of this prompt's own prefill.
     """
     speed, output_tokens, request_count = target.speed, request.output_tokens, target.total_request_count
-    context_s = speed.decode_context_s * (request.prompt_tokens + 0.5 * output_tokens)
-    # Time of one step of the new answer, plus what it adds to the steps of the others, and they to its own.
-    step_s = speed.single_step_s + context_s + target.mutual_step_delay_s + request_count * context_s
-    steps_s = output_tokens * step_s
+    mean_context_tokens = request.prompt_tokens + 0.5 * output_tokens
+    context_s = speed.decode_context_s * mean_context_tokens
+    own_step_s = speed.single_step_s + context_s
+    others_delay_s = request_count * context_s  # by the new context; all other delays are in `mutual_step_delay_s`
+    steps_s = output_tokens * (own_step_s + target.mutual_step_delay_s + others_delay_s)
     if not request.can_move_prefill:
-        # Each worker computes its own prompts. So only a further copy of a shared prefix is an avoidable interruption.
-        return steps_s + (shared.total_s - shared.reused_s) * request_count
+        # Every worker would interrupt its answers for the prompt, except where a shared prefix is cached already. One
+        # more copy of that prefix is avoidable work, less what the copy saves later requests.
+        avoidable_s = shared.total_s - shared.reused_s
+        return steps_s + avoidable_s * request_count
     decode_request_count = target.load.decode_request_count + target.peer_load.decode_requests
     others_pause_s = (prefill_s - shared.reused_s) * decode_request_count
     return steps_s + others_pause_s + _estimate_own_pause_s(target, output_tokens, utilisation)

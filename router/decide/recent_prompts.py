@@ -103,19 +103,19 @@ class RecentPrompts:
     def end_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target.
 
-        The other chunks become idle there, if they were used at least twice and were sent there last.
+        The other chunks become idle there (likely to be used again, but not running), if they were used at least twice
+        and were sent there last. A segment is a row of chunks that all its prompts have. `keys`: keys of the chunks.
         """
         duplicate_count = 0
         for segment, chunk_count in self._find_segments(keys):
-            running_count = segment.running_counts[target]
-            if running_count > 1:
-                segment.running_counts[target] = running_count - 1
+            segment.running_counts[target] -= 1
+            if segment.running_counts[target]:
                 duplicate_count += chunk_count
                 continue
             del segment.running_counts[target]
             if not segment.running_counts:
                 segment.running_counts = {}  # a dict that was emptied keeps its memory
-            if segment.is_reused and segment.target is target:
+            if segment.is_idle and segment.target is target:
                 self._change_idle_tokens(segment, 1)
         return duplicate_count
 

@@ -97,7 +97,11 @@ class _KubernetesReadiness:
 
 
 class WorkerMonitor:
-    """A worker that this router was told of, whether the worker was reached yet or not, and the task that checks it."""
+    """A worker that this router was told of, and the task that checks it.
+
+    A *probe* asks the worker for all its facts, such as its models, until it is reached. A *check* only asks whether it
+    is healthy.
+    """
 
     def __init__(self, flag: WorkerFlag, origin: str, fleet: FleetContext) -> None:
         """`flag`: settings as a `--worker` option has them. `origin`: the list that names the worker."""
@@ -108,22 +112,23 @@ class WorkerMonitor:
         self.configured_s = fleet.now()
         """Time when a list first named the worker with these settings."""
         self._fleet = fleet
+        self.readiness = _KubernetesReadiness()
+
+        # The task that probes and checks the worker
         self.task: asyncio.Task[None] | None = None
-        """Task that probes and checks the worker."""
         self.wake = asyncio.Event()
         """Set to have the worker checked now."""
         self.poll_times = _PollTimes()
-        self.readiness = _KubernetesReadiness()
-
         self.problem = ""
         """Why the last check or probe failed; empty if it did not."""
         self.consecutive_failures = 0
         """Checks that failed in a row, or probes if the worker was never reached."""
 
+        # Facts about the worker
         self.facts: WorkerFacts | None = None
         """Result of the last successful probe; None: the worker was never reached."""
         self.has_too_many_streams = False
-        """Whether the worker has more event streams than can be followed."""
+        """Whether the worker has more event streams than this router can follow, so that none is followed."""
         self.engine_restarts = 0
         """Restarts of the worker's engine that its event streams have shown."""
         self.cache_clears_at_sleep = 0

@@ -237,8 +237,8 @@ def _classify_loss(previous: AnalyzedPrompt, facts: MissFacts, now: float) -> tu
 def _classify_message_difference(match: PromptMatch, facts: MissFacts) -> PromptDifference:
     """Return how a prompt that does not begin with its conversation's last one differs from that one.
 
-    The messages tell it. If they are the same, the chat template has rendered them otherwise, and the place of the
-    first token that differs tells why.
+    Mostly the messages tell it. "re_encoded" means that the template rendered the same messages to other tokens. Then
+    it matters whether only the last prompt's end differs, the generation prompt, with which the answer begins.
     """
     old_outline, new_outline = match.previous.outline, match.prompt.outline
     if old_outline is None or new_outline is None:
@@ -248,13 +248,13 @@ def _classify_message_difference(match: PromptMatch, facts: MissFacts) -> Prompt
     if difference.kind != "re_encoded":
         return difference
     differing_ids = match.previous.token_ids[match.common_tokens :]
-    if len(differing_ids) > GENERATION_PROMPT_TOKENS_MAX:
-        # Some templates move a system prompt that is added at the end before all other messages.
-        system_prompt_index = find_added_system_prompt(old_outline, new_outline)
-        return difference if system_prompt_index is None else PromptDifference("system_prompt", system_prompt_index)
-    # The answer, now a message, begins otherwise than the generation prompt: without `<think>`, for example.
+    is_only_end_different = len(differing_ids) <= GENERATION_PROMPT_TOKENS_MAX
     answer_index = old_outline.message_count
-    if classify_answer_change(new_outline, answer_index) is None:  # no answer was added
-        return difference
-    is_thinking = facts.is_thinking(match.previous.route.scope.model, differing_ids)
-    return PromptDifference("thinking_dropped" if is_thinking else "re_encoded", answer_index)
+    has_answer = classify_answer_change(new_outline, answer_index) is not None
+    if is_only_end_different and has_answer:  # the answer, now a message, begins without `<think>`, for example
+        is_thinking = facts.is_thinking(match.previous.route.scope.model, differing_ids)
+        return PromptDifference("thinking_dropped" if is_thinking else "re_encoded", answer_index)
+    system_prompt_index = find_added_system_prompt(old_outline, new_outline)
+    if not is_only_end_different and system_prompt_index is not None:  # it is last, and rendered before all others
+        return PromptDifference("system_prompt", system_prompt_index)
+    return difference

@@ -166,9 +166,9 @@ class ModelTokenizers:
     ) -> None:
         """Make an empty collection; `discover` loads tokenizers into it, in threads of `executor`.
 
-        `conversations`: cache that is told which chat templates it may use. `worker_pool`: processes that try each
-        template first; without a pool, templates are not tried and have no time limit. `override`: folder of every
-        model's tokenizer. `chat_template`: replaces every model's template.
+        `worker_pool`: processes that try each chat template first, because one may take forever; without a pool,
+        templates are not tried. `conversations`: cache of tokenised conversations, which gets the templates that passed
+        the trial. `override` (a folder) and `chat_template` replace the tokenizer and the template of every model.
         """
         self._executor = executor
         self._conversations = conversations
@@ -176,13 +176,13 @@ class ModelTokenizers:
         self._folder_override = override
         self._chat_template = chat_template
         self.remote: RemoteTokenizer | None = None
-        """Asks workers for token ids if the tokenizer of a model is not on this machine."""
+        """Asks workers for token ids if a model's tokenizer is not on this machine; None: they are not asked."""
 
         self.loaded_by_model: dict[str, LoadedTokenizer] = {}
         self.problems: dict[str, str] = {}
         """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
         self._load_tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """(model, folder) -> task that loads the tokenizer."""
+        """(model, folder) -> task that is loading the tokenizer, so that each is loaded once."""
 
     def get(self, model: str) -> Tokenizer | None:
         """Return the tokenizer of a base model, if it is loaded."""

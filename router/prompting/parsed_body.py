@@ -134,9 +134,9 @@ class BodyToRead(msgspec.Struct, frozen=True, eq=False):
 class ParsedBody(msgspec.Struct, eq=False):
     """A client's request body after it was parsed, with the token ids of its prompt.
 
-    There are three kinds of bodies. One that was parsed whole in this process has `fields`. One that a worker process
-    parsed has `spans`, and its request lacks the prompt. One that continues a cached conversation has a `continuation`,
-    and its request lacks the messages that are cached.
+    A body that was parsed whole in this process has `fields`. A large body is parsed by a worker process: it has
+    `spans`, and its request lacks the prompt. A body that continues a cached conversation has a `continuation`, and its
+    request lacks the messages that are cached.
     """
 
     request: RoutingRequest
@@ -147,7 +147,7 @@ class ParsedBody(msgspec.Struct, eq=False):
     media: MediaPrompt | None = None
     """Digest of the conversation and size of a body with images or other media."""
     spans: FieldSpans | None = None
-    """Byte offsets of the top-level fields."""
+    """Byte offsets of the top-level fields, by which some can be replaced for the worker."""
     fields: dict[str, msgspec.Raw] | None = None
     """Top-level fields as undecoded JSON, which keep the body in memory."""
     first_message_digest: int | None = None

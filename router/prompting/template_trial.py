@@ -91,24 +91,24 @@ class _TokenMismatchError(Exception):
 
 
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
-    """Test whether the token ids of a chat's last prompt can be reused for its next prompt, with one chat template.
+    """Return why the token ids of a chat's last prompt cannot be reused for its next one, with one chat template.
 
-    Test conversations are tokenised turn by turn, with and without reuse, and the ids compared. Return why reuse is not
-    possible, as a text; the router then renders and tokenises each prompt as a whole. Return None if it is possible.
+    None if they can. Test conversations are tokenised turn by turn, with and without reuse, and the ids compared. After
+    a problem, the router renders and tokenises each prompt as a whole.
     """
-    continued_turn_count = 0
-    for filler in _FILLERS:
-        variants: list[dict[str, Any]] = [{}]
-        if filler is _FILLERS[0]:
-            variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
-        for (name, shape), fields in product(_SHAPES.items(), variants):
-            if not renderer.template.is_bounded:  # a rendering took too much time or memory
-                return "its chat template may take too long"
-            try:
-                continued_turn_count += _count_continued_turns(renderer, _make_conversation(shape, filler), fields)
-            except _TokenMismatchError as error:
-                return f"{name}: {error}"
-    return None if continued_turn_count else "no prompt of a conversation begins with an earlier one"
+    # Other bodies than plain ones are tried with one filler, to save time.
+    further_fields = [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
+    trials = [*product(_FILLERS, _SHAPES, [{}]), *product(_FILLERS[:1], _SHAPES, further_fields)]
+    reused_turn_count = 0
+    for filler, shape_name, fields in trials:
+        if not renderer.template.is_bounded:  # the last rendering took too much time or memory
+            return "its chat template may take too long"
+        conversation = _make_conversation(_SHAPES[shape_name], filler)
+        try:
+            reused_turn_count += _count_continued_turns(renderer, conversation, fields)
+        except _TokenMismatchError as error:
+            return f"{shape_name}: {error}"
+    return None if reused_turn_count else "no prompt of a conversation begins with an earlier one"
 
 
 def _count_continued_turns(

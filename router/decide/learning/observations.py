@@ -74,20 +74,20 @@ class PrefillInterval:
     """
 
     def __init__(
-        self, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
+        self, sent_at_s: float, previous_end_s: float, decode_requests: int, decode_context_tokens: int, now: float
     ) -> None:
         """Begin with a prompt that got its first token `now`; `add_first_token` then adds the prompt.
 
-        The interval starts when the prompt was sent (`sent_at_s`) and the prompts before it had been computed
-        (`oldest_since_s`), whichever was later. If the prompt came to an engine that only decoded, the running step had
-        to end first: on average, half a step passed.
+        The interval starts when the prompt was sent (`sent_at_s`), or when all prompts before it had been computed
+        (`previous_end_s`), if that was later. A prompt that came while the target only decoded had to wait for the end
+        of a running step, half a step on average. So if 30 ms passed, it waited 10 and was computed in a step of 20.
         """
-        has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
-        self.waited_steps = 0.5 if has_met_running_step else 0.0
-        self.start_s = max(oldest_since_s, sent_at_s)
+        came_during_step = decode_requests > 0 and sent_at_s > previous_end_s
+        self.waited_steps = 0.5 if came_during_step else 0.0
+        self.start_s = max(previous_end_s, sent_at_s)
         self.end_s = now
-        waited_s = (now - self.start_s) * self.waited_steps / (1.0 + self.waited_steps)
-        self.last_step_start_s = self.start_s + waited_s
+        step_s = (now - self.start_s) / (self.waited_steps + 1.0)
+        self.last_step_start_s = self.start_s + self.waited_steps * step_s
         """Estimated start of the last step."""
         self.step_count = 1
         self.is_usable = True
@@ -96,6 +96,7 @@ class PrefillInterval:
         # Work of all steps: sums over the prompts, and means over the steps.
         self.uncached_tokens = 0
         self.quadratic_work = 0.0
+        """Attention work: sum of L^2 - h^2 over prompts of L tokens, h of them cached."""
         self.tier_load_s = 0.0
         """Time to load cached tokens from slower tiers, by the configured rates."""
         self.decode_requests: float = decode_requests
@@ -108,17 +109,17 @@ class PrefillInterval:
         self.quadratic_work += float(prompt_tokens**2 - cached_tokens**2)
         self.tier_load_s += tier_load_s
 
-    def can_add_step(self, sent_at_s: float, oldest_since_s: float, step_tokens: int) -> bool:
+    def can_add_step(self, sent_at_s: float, previous_end_s: float, step_tokens: int) -> bool:
         """Return whether the interval should be extended by the next step.
 
         A step with room for more tokens may begin the next prompt. If the last step may have done so, only the work of
         both steps together is known. An interval of the maximum size is not extended. `sent_at_s`: when the next prompt
-        was sent. `oldest_since_s`: when all prompts before the next one had been computed.
+        was sent. `previous_end_s`: when all prompts before the next one had been computed.
         """
         is_below_maximum = (
             self.uncached_tokens < _INTERVAL_FULL_STEPS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
         )
-        return is_below_maximum and sent_at_s <= self.last_step_start_s and oldest_since_s <= self.end_s
+        return is_below_maximum and sent_at_s <= self.last_step_start_s and previous_end_s <= self.end_s
 
     def add_step(self, decode_requests: float, decode_context_tokens: float) -> None:
         """Extend the interval by a step. Its decoding requests and context tokens enter the interval's means."""
