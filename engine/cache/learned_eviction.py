@@ -102,10 +102,12 @@ class LearnedOrder(LruOrder):
 class LearnedEviction(LruEviction):
     """Evicts the cached prefixes that are least likely to be used again, learned from when conversations continue.
 
-    A *turn* is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
-    the cached blocks of a turn, its *path*, are worth keeping until the next turn is due. If that usually happens
-    within 100 blocks of other prompts, a path that was not used for 1,000 is evicted early. A path is evicted from its
-    end. Device and host memory have one queue of paths each. Only for models without sliding windows.
+    A *turn* is one request of a conversation. The next turn's prompt begins with the same tokens, so the cached blocks
+    of a turn, its *path*, are worth keeping until then. Time is counted in blocks of prompts. For example, next turns
+    mostly come after 100 blocks. Then a path that waits for 1,000 blocks is evicted before one that waits for 50.
+
+    `ReuseStats` learns these times, and one `EvictionQueue` for each memory, device and host, orders the paths by them.
+    Only for models without sliding windows.
     """
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
@@ -119,8 +121,8 @@ class LearnedEviction(LruEviction):
         self.device_order = LearnedOrder(spec, self, self.device_queue, is_host=False)
         self.host_order = LearnedOrder(spec, self, self.host_queue, is_host=True)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
-        self.last_turn = ConversationTurn(0, 0, 0)
-        """The turn that ended last: blocks that become cached next belong to its path."""
+        self.last_turn = ConversationTurn(prompt_blocks=0, shared_blocks=0, added_blocks=0)
+        """The turn that ended last: blocks that become cached next belong to its path. At first, an empty turn."""
 
     def begin_turn(self, seq: EngineSequence, hit_blocks: int) -> None:
         """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
@@ -129,9 +131,9 @@ class LearnedEviction(LruEviction):
         self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:
-        """Record that the turn of `seq` is over, so its blocks become cached until the next turn.
+        """Record that the turn of `seq` is over. The caller then releases its blocks, which stay cached.
 
-        What is left of the previous turn's path is evicted first, because the conversation goes on from this one.
+        Blocks that only the previous turn had are evicted first, because the conversation goes on from this turn.
         """
         turn = self._turn_by_sequence.pop(seq)
         self.reuse_stats.end_turn(turn)
@@ -142,6 +144,6 @@ class LearnedEviction(LruEviction):
         self.last_turn = turn
 
     def requeue_state(self, node: Node) -> None:
-        """Compute the value of the path that ends at `node` again, after the state there was used or removed."""
+        """Put the path that ends at `node` into the queue of its new value: the state there was used or removed."""
         self.device_queue.requeue(node)
         self.host_queue.requeue(node)

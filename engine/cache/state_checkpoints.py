@@ -215,15 +215,15 @@ class StateCheckpoints:
     def fill_plan(self, plan: StepPlan) -> None:
         """Add to the plan of a step which states it sets to zero, and which checkpoints it takes.
 
-        Requests of the next step may resume from these checkpoints.
+        A *planned* checkpoint is only a place where a chunk has to end. A *pending* one has memory, to which the step
+        copies the state. With the plan complete, it is *in flight*: requests of the next step may resume from it.
         """
         plan.state_resets, self._planned_resets = self._planned_resets, []
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
-            reached_block_counts = [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]
-            for block_count in reached_block_counts:
-                del state.planned_checkpoints[block_count]
+            later_checkpoints = {n: h for n, h in state.planned_checkpoints.items() if n * self._block_size > chunk.end}
+            state.planned_checkpoints = later_checkpoints
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True

@@ -130,9 +130,9 @@ class MaskRequest:
     """Inputs of one row's mask that the host knows when the step is prepared."""
 
     logits_row: int
-    """Index of the row among the logits of the step."""
+    """Row of the sequence in the logits of this step."""
     state_row: int
-    """Row of the sequence in the tables that are kept between steps; see `RowAllocator`."""
+    """Row that the sequence keeps from step to step, in the tables of all running sequences (`RowAllocator`)."""
     answer: _AnswerMatcher
     new_tokens: list[int]
     """Tokens of the answer that the matcher has not read."""
@@ -181,9 +181,8 @@ class Masks:
     ) -> MaskRequest:
         """Collect the inputs of the mask of the tokens that a sequence's grammar allows at position `end`.
 
-        `logits_row`: row of the sequence in the logits of this step. `state_row`: its row in the tables that are kept
-        from step to step. `banned_tokens`: tokens that min_tokens forbids. The mask is made after the grammar matcher
-        has read all tokens before `end`. The last of them may still be on the device, where the previous step draws it.
+        The other parameters: see `MaskRequest`. The mask is made after the grammar matcher has read all tokens before
+        `end`. The last of them may still be on the device, where the previous step draws it.
         """
         answer = self._answer_by_row.get(state_row)
         if answer is None:
@@ -199,7 +198,7 @@ class Masks:
     def submit(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> Future[TokenMasks]:
-        """Make masks on the thread. `read_last_tokens` waits for the previous step, and returns row -> drawn token."""
+        """Make masks on the thread. `read_last_tokens` waits for the previous step: `state_row` -> drawn token."""
         return self._thread.submit(self._compute_masks, requests, read_last_tokens)
 
     def apply(self, logits: Tensor, masks: TokenMasks) -> None:
@@ -219,25 +218,17 @@ class Masks:
     ) -> TokenMasks:
         """Make the masks of the tokens that may be drawn next, one for each answer that may not draw every token now.
 
-        Before that, each answer's grammar matcher reads the tokens that the answer got since its last mask. The newest
-        one may still be on the device: `read_last_tokens` waits for it, and returns the last tokens by `state_row`.
+        An answer in its reasoning may draw every token, unless min_tokens bans some. `read_last_tokens`: see `submit`.
         """
-        last_tokens: Mapping[int, int] = {}
-        if any(request.has_token_on_device for request in requests):
-            last_tokens = read_last_tokens()
-        for request in requests:
-            device_tokens = [last_tokens[request.state_row]] if request.has_token_on_device else []
-            request.answer.read([*request.new_tokens, *device_tokens])
+        _read_new_tokens(requests, read_last_tokens)
         masked_requests = [request for request in requests if request.banned_tokens or not request.answer.is_reasoning]
         words_per_mask = ceil_div(self._grammars.vocabulary.token_count, 32)  # a bit for each token
         masks = np.full((len(masked_requests), words_per_mask), ALL_ALLOWED, np.uint32)
         self._fill_bits([request.answer for request in masked_requests], masks)
-        failure_by_logits_row: dict[int, str] = {}
         for request, mask in zip(masked_requests, masks):
             request.answer.finish_mask(mask, request.banned_tokens)
-            if request.answer.failure is not None:
-                failure_by_logits_row[request.logits_row] = request.answer.failure
-        return TokenMasks([request.logits_row for request in masked_requests], masks, failure_by_logits_row)
+        failures = {r.logits_row: r.answer.failure for r in masked_requests if r.answer.failure is not None}
+        return TokenMasks([request.logits_row for request in masked_requests], masks, failures)
 
     def _fill_bits(self, answers: list[_AnswerMatcher], bits: MaskWords) -> None:
         """Write to `bits[i]` the tokens that the grammar matcher of `answers[i]` allows next, a bit for each token.
@@ -267,6 +258,16 @@ class Masks:
 
             self._executor = LLExecutor(self._threads)
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _read_new_tokens(requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
+    """Let each answer's matcher read the tokens that the answer got since its last mask, also one on the device."""
+    last_tokens: Mapping[int, int] = {}
+    if any(request.has_token_on_device for request in requests):
+        last_tokens = read_last_tokens()  # of the previous step, by `state_row`
+    for request in requests:
+        device_tokens = [last_tokens[request.state_row]] if request.has_token_on_device else []
+        request.answer.read([*request.new_tokens, *device_tokens])
 
 
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:

@@ -58,7 +58,9 @@ class GatedDeltaNet:
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
         """Declare the weights of the heads that this rank holds under tensor parallelism.
 
-        Consecutive value heads share a key head, so ranks may hold the same key head.
+        Consecutive value heads share a key head, so ranks may hold the same key head. A `DimShard` is the part of a
+        tensor's dimension that this rank holds: `value_shard` of all channels of the value heads, `head_shard` of what
+        has one number for each value head.
         """
         shard = scope.shard
         key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
@@ -68,11 +70,12 @@ class GatedDeltaNet:
         num_key_heads = key_shard.held_size // config.key_dim
         self.config = replace(config, num_key_heads=num_key_heads, num_value_heads=head_shard.held_size)
         """Config with the numbers of heads that this rank holds."""
-        self.recurrent_index = 0  # set by `CausalLM`
+        self.recurrent_index = 0
+        """Number of this layer among the recurrent ones, set by `CausalLM`."""
         self.key_channels = key_shard.held_size
         self.value_channels = value_shard.held_size
 
-        projection_rows = {  # z becomes the gate, b the rate, and a the time step of the decay
+        projection_rows = {  # one matrix makes q, k, v; the gate (z), the rate (b), the time step of the decay (a)
             "in_proj_qkv": channel_shard,
             "in_proj_z": value_shard,
             "in_proj_b": head_shard,

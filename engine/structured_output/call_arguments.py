@@ -54,19 +54,21 @@ class ArgumentWriter:
         """Return a grammar expression for the arguments of a tool call, as Qwen3-Coder writes them.
 
         Each argument is a line `<parameter=NAME>`, its value and a line `</parameter>`. Strings have no quotation
-        marks, other values are JSON.
+        marks, other values are JSON. For a required `city` and an optional `days`, the expression is `r1 r2?`, and rule
+        r1 is the argument `city`.
         """
-        properties = self._list_writable_properties(lambda name: _XML_NAME.fullmatch(name) is not None)
-        if properties is None:  # any parameters
+        arguments = self._list_writable_properties(lambda name: _XML_NAME.fullmatch(name) is not None)
+        if arguments is None:  # the schema allows any
             name_end = self._rules.add_terminal('/[^>\\n]+/ ">\\n"')
             value = self._rules.add_rule(f"{ANY_TEXT} {quote(_XML_END)}", "[lazy]")
             return f'("<parameter=" {name_end} {value})*'
         expressions = []
-        for property in properties:
-            begin = quote(f"<parameter={property.name}>\n")
-            parameter = self._rules.add_rule(f"{begin} {self._write_xml_value(property.schema)}")
-            expressions.append(parameter if property.is_required else f"{parameter}?")
-        return " ".join(expressions) or '""'
+        for argument in arguments:
+            begin = quote(f"<parameter={argument.name}>\n")
+            rule_name = self._rules.add_rule(f"{begin} {self._write_xml_value(argument.schema)}")
+            expressions.append(rule_name if argument.is_required else f"{rule_name}?")
+        no_arguments = '""'
+        return " ".join(expressions) or no_arguments
 
     def _write_xml_value(self, schema: Json) -> str:
         """Return an expression of a parameter's value and its end marker.

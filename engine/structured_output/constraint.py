@@ -186,25 +186,26 @@ def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstr
 
 
 def _parse_response_format(response_format: ResponseFormat) -> RequestedConstraint:
-    """Return the output format that OpenAI's `response_format` asks for: any JSON object, a schema, or structural tags.
+    """Return the output format that `response_format` asks for, with the path of the field that has it, for errors.
 
-    Raises RequestError if a field is missing.
+    OpenAI's types are any JSON object and a JSON schema. vLLM's structural tag has a format of xgrammar, or in its
+    older form "structures" and "triggers". Raises RequestError if a field is missing.
     """
     if response_format.type == "json_object":
         return RequestedConstraint("response_format", make_schema_format({"type": "object"}))
     if response_format.type == "json_schema":
-        path, schema = "response_format.json_schema", None
-        if response_format.json_schema is not None:
-            path, schema = f"{path}.schema", response_format.json_schema.schema
-        if schema is None:
+        named_schema = response_format.json_schema
+        path = "response_format.json_schema" if named_schema is None else "response_format.json_schema.schema"
+        if named_schema is None or named_schema.schema is None:
             raise field_error(path, "missing, expected a JSON schema")
-        return RequestedConstraint(path, make_schema_format(schema))
-    if response_format.format is not None:
-        return RequestedConstraint("response_format.format", response_format.format)
-    if response_format.structures is None or response_format.triggers is None:
+        return RequestedConstraint(path, make_schema_format(named_schema.schema))
+    tag_format, structures, triggers = response_format.format, response_format.structures, response_format.triggers
+    if tag_format is not None:
+        return RequestedConstraint("response_format.format", tag_format)
+    if structures is None or triggers is None:
         raise field_error("response_format.format", "missing, expected the format of a structural tag")
-    legacy_tag = {"structures": response_format.structures, "triggers": response_format.triggers}
-    return RequestedConstraint("response_format.structures", parse_structural_tag(legacy_tag, "response_format"))
+    older_tag = parse_structural_tag({"structures": structures, "triggers": triggers}, "response_format")
+    return RequestedConstraint("response_format.structures", older_tag)
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:

@@ -61,21 +61,25 @@ class _SchemaLoosener:
     def loosen_all(self, format_part: Any) -> Any:
         """Return an output format, or a part of one, in which every schema of a tool can be compiled.
 
-        Raises RequestError for a faulty schema of a strict tool.
+        Formats are JSON with other formats inside. Raises RequestError for a faulty schema of a strict tool.
         """
         if isinstance(format_part, list):
             return [self.loosen_all(item) for item in format_part]
         if not isinstance(format_part, dict):
             return format_part
         is_tool_schema = format_part.get("type") == "json_schema" and "param" in format_part
-        if not is_tool_schema:
-            return {name: self.loosen_all(item) for name, item in format_part.items()}
-        fault = self._find_fault(format_part)
+        if is_tool_schema:
+            return self._loosen_if_faulty(format_part)
+        return {name: self.loosen_all(item) for name, item in format_part.items()}
+
+    def _loosen_if_faulty(self, format: Format) -> Format:
+        fault = self._find_fault(format)
         if fault is None:
-            return format_part
-        if not format_part.get("lenient"):
-            raise field_error(format_part["param"], fault)
-        return self._loosen_schema(format_part)
+            return format
+        is_strict = not format.get("lenient")
+        if is_strict:
+            raise field_error(format["param"], fault)
+        return self._loosen_schema(format)
 
     def _find_fault(self, format: Format) -> str | None:
         """Return the reason why a format cannot be compiled; None: it can."""

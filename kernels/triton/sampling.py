@@ -131,12 +131,12 @@ def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr
 def find_token(
     row_ptr, vocab, floor, peak, scale, edge, quota, target_mass, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Go over a row of logits by rising id, and return the first token at which the kept weights exceed `target_mass`.
+    """Draw a token: add up the weights of a row's kept tokens by rising id, and return the one that passes the target.
 
-    That is how a token is drawn: the caller takes `target_mass` at random in [0, sum of the kept weights), so each kept
-    token is returned with a probability in proportion to its weight, 2 ** ((logit - peak) * scale). Kept are the tokens
-    with a key (`encode_order`) above `edge`, and the first `quota` tokens with the key `edge` itself; the others weigh
-    nothing. Logits below `floor` count as -inf. Returns `token` if by rounding the sum never exceeds `target_mass`.
+    With weights 3, 1, 2 and target_mass 3.5, that is the second token. The caller takes `target_mass` at random, below
+    the sum of all. So a token is drawn in proportion to its weight, 2 ** ((logit - peak) * scale). A token is kept if
+    its key (`encode_order`, an integer in the order of logits) is above `edge`, and so are the first `quota` tokens on
+    the edge. Logits below `floor` count as -inf. Returns `token` if by rounding no sum passes `target_mass`.
     """
     lane = tl.arange(0, BLOCK)
     mass_before = target_mass * 0.0  # weight of the tiles before this one; zero of the same type
