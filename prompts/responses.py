@@ -293,20 +293,23 @@ class _ChatHistory:
         `param`: path of the item in the body, for error messages. Raises RequestError.
         """
         item_type = item.get("type")
+        if item_type == "additional_tools":
+            return  # they are no part of the history: `list_tools` has them
         if item_type == "function_call":
             self._add_call(param, item, item.get("arguments"))
         elif item_type == "custom_tool_call":
             self._add_call(param, item, json.dumps({"input": item.get("input") or ""}, ensure_ascii=False))
         elif item_type == "reasoning":
             reasoning = _read_reasoning_text(item)
-            if reasoning or not item.get("encrypted_content"):
+            is_only_encrypted = not reasoning and item.get("encrypted_content")  # for the provider's servers
+            if not is_only_encrypted:
                 self._set_assistant_field("reasoning", reasoning)
         elif item_type in ("function_call_output", "custom_tool_call_output"):
             content = _read_content(f"{param}.output", item.get("output"))
             self._append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif _is_hosted_item(item):
             self._add_hosted_call(str(item_type), item)
-        elif item_type != "additional_tools":
+        else:
             self._add_message(param, item)
 
     def _add_message(self, param: str, item: Item) -> None:

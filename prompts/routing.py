@@ -154,6 +154,7 @@ def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingReq
     messages = _as_objects(get("messages"))
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
     is_chat = kind == "chat" or bool(messages)
+    # With `echo` and logprobs, the answer repeats the prompt, with a logprob for each token. For chats, only vLLM does.
     logprob_count = _as_int(get("top_logprobs", 0) if is_chat else get("logprobs"))
     echoes_with_logprobs = _as_bool(get("echo")) is True and logprob_count is not None
     return RoutingRequest(
@@ -168,7 +169,7 @@ def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingReq
         scores_prompt=get("prompt_logprobs") is not None or (echoes_with_logprobs and not is_chat),
         echoes_chat=echoes_with_logprobs and is_chat,
         has_media=has_media(messages),
-        **{name: _COPIED_FIELDS[name](value) for name, value in fields.items() if name in _COPIED_FIELDS},
+        **{name: read(fields[name]) for name, read in _FIELD_READERS.items() if name in fields},
     )
 
 
@@ -316,7 +317,7 @@ def has_media(messages: list[Message] | None) -> bool:
     return False
 
 
-_COPIED_FIELDS: dict[str, Callable[[Any], Any]] = {
+_FIELD_READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("model", "chat_template", "reasoning_effort", "truncation_side", "user", "prompt_cache_key"), _as_string
     ),
@@ -327,7 +328,7 @@ _COPIED_FIELDS: dict[str, Callable[[Any], Any]] = {
     "truncate_prompt_tokens": _as_int,
 }
 """Field of a chat or completion that a routing request has, too -> how its value is read; None for a wrong type."""
-_DECODED_FIELDS = _COPIED_FIELDS.keys() | {
+_DECODED_FIELDS = _FIELD_READERS.keys() | {
     "messages", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n", "min_tokens",
     "ignore_eos", "stop", "stop_token_ids", "metadata", "prompt_logprobs", "echo", "logprobs", "top_logprobs",
 }  # fmt: skip
