@@ -189,10 +189,7 @@ def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return the reason for the client why a matcher cannot go on. A panic of llguidance is no Exception.
-
-    Raises `error` again if it is to end this program.
-    """
+    """Return why a matcher cannot go on, for the client. Raises `error` again if it is to end this program."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
     if isinstance(error, GrammarError):

@@ -93,10 +93,7 @@ def check_model_exists(model: str, *, weights: bool = True) -> None:
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """Download a checkpoint from the Hugging Face hub into its cache. Raises ConfigError.
-
-    `patterns`: which files, such as `*.safetensors`.
-    """
+    """Download the files of a checkpoint that match `patterns` from the Hugging Face hub. Raises ConfigError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

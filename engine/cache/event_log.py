@@ -108,10 +108,7 @@ class EventLog:
                 yield BlockRemoved(block_hashes=[node.hash for node in nodes], medium=medium, group_idx=kind)
 
     def _make_stored_events(self, kind: int, nodes: Iterable[Node], medium: str) -> Iterator[Event]:
-        """Yield the events for stored blocks: one for each run of nodes in which each is the parent of the next.
-
-        A recurrent state has an event of its own.
-        """
+        """Yield an event for each run of stored blocks in which each is the next one's parent, and for each state."""
         run: list[Node] = []
         for node in nodes:
             continues_run = run and self._groups[kind].kind != MAMBA and node.parent is run[-1]

@@ -31,10 +31,7 @@ class RowAllocator:
         self._free_rows = list(range(row_count))[::-1]
 
     def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
-        """Return the row of each sequence of a step, and the rows that sequences got just now.
-
-        A sequence that is not in the step loses its row.
-        """
+        """Return the row of each sequence of a step, and the rows of new sequences. Absent sequences lose theirs."""
         previous_rows = self._row_by_sequence
         self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
         self._free_rows += previous_rows.values()

@@ -71,10 +71,7 @@ class ArgumentWriter:
         return " ".join(expressions) or no_arguments
 
     def _write_xml_value(self, schema: Json) -> str:
-        """Return an expression of a parameter's value and its end marker.
-
-        The value is one of those that the schema lists, plain text if it must be a string, or JSON.
-        """
+        """Return an expression of a parameter's value (a listed value, plain text or JSON) and its end marker."""
         values = list_values(schema, self._root)
         if values is not None:
             types = schema_types(schema, self._root)

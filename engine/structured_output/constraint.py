@@ -136,10 +136,7 @@ def make_scripted_constraint(
 
 
 def _find_next_turn(body: ChatRequest, script: Sequence[ScriptTurn]) -> ScriptTurn:
-    """Return the script's turn for the answer that a request asks for: turn n for a conversation's n-th answer.
-
-    After the last turn, the script begins anew.
-    """
+    """Return the script's turn n for a conversation's n-th answer. After the last turn, the script begins anew."""
     answer_count: int = sum(message.get("role") == "assistant" for message in body.messages)
     if body.continue_final_message:  # the last answer is not complete
         answer_count -= 1

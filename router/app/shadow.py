@@ -24,10 +24,7 @@ from router.shadow.request_log import LogLine, read_log
 
 
 class CopyDispatcher(RequestDispatcher):
-    """Places copies of another balancer's requests without sending them.
-
-    The report compares these choices with the other balancer's own.
-    """
+    """Places copies of another balancer's requests without sending them, to compare its choices with the router's."""
 
     def choose_worker(self, exchange: Exchange) -> None:
         """Have the core choose a worker for a copy that was read. The copy keeps its body until its worker is found."""

@@ -19,10 +19,7 @@ POLL_S: Final = 0.02
 
 
 class Shutdown:
-    """Ends the router's process after a signal, once the requests in flight are answered.
-
-    A second SIGTERM or SIGINT closes their connections at once.
-    """
+    """Ends the router's process after a signal, once all requests are answered; at once after a second signal."""
 
     def __init__(self, config: EdgeConfig, proxy: Proxy) -> None:
         self._config = config

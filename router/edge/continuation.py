@@ -289,10 +289,7 @@ class StreamContinuation:
         return body | {"max_tokens": remaining_tokens_max, "min_tokens": remaining_tokens_min}
 
     def _count_remaining_tokens(self, tokens: int, answered_tokens: int) -> int:
-        """Return how many tokens may follow; 0 if neither the client nor the model sets a limit.
-
-        `tokens`: length of the prompt and the answer so far.
-        """
+        """Return how many tokens may follow `tokens`, the prompt and the answer so far; 0 if there is no limit."""
         output_tokens_max = self._read_output_tokens_max()
         if output_tokens_max is not None:
             return int(output_tokens_max) - answered_tokens

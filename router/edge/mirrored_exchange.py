@@ -17,10 +17,7 @@ _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 class MirroredExchange(Exchange):
-    """Answers a copy of a client's request, which another balancer mirrors to this router to compare decisions.
-
-    No worker gets the copy: the core only prices it, and keeps no record of it.
-    """
+    """Answers a copy of a request that another balancer mirrors to compare decisions. No worker gets the copy."""
 
     __slots__ = ("_proxy", "client", "context")
 

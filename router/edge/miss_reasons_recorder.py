@@ -95,7 +95,8 @@ class MissReasonsRecorder:
             if headers is not None and headers.wants_explanation:
                 own_key = conversation_keys[-1]
                 self._header_watches.add(own_key)
-            if self._is_sampled(conversation_keys) or self._is_watched(conversation_keys):
+            is_watched = any(key in watches for watches in self._watches if watches for key in conversation_keys)
+            if is_watched or self._is_sampled(conversation_keys):
                 context.miss_analysis = self._make_prompt(context, route, body)
                 for watches in self._watches:
                     for key in conversation_keys:
@@ -133,10 +134,6 @@ class MissReasonsRecorder:
     def _is_sampled(self, keys: Sequence[int]) -> bool:
         """Return whether a conversation belongs to the sampled share, by the first of its keys."""
         return keys[0] < self._sampling_threshold
-
-    def _is_watched(self, keys: Sequence[int]) -> bool:
-        """Return whether a client or an operator asked for a conversation with one of these keys."""
-        return any(key in watches for watches in self._watches if watches for key in keys)
 
     # Requests -----------------------------------------------------------------------------------------------------
 

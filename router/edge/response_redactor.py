@@ -76,10 +76,7 @@ class _BlankedValue(msgspec.Struct, eq=False):
 
 
 class ResponseRedactor(msgspec.Struct, eq=False):
-    """Hides the values of internal fields in one answer, and keeps its length.
-
-    An answer arrives in parts that may cut a key or a value anywhere.
-    """
+    """Hides the values of internal fields in one answer, which arrives in parts, and keeps the answer's length."""
 
     key_pattern: re.Pattern[bytes]
     _held_back: bytes = b""

@@ -59,10 +59,7 @@ class TokenRecorder:
     )  # fmt: skip
 
     def __init__(self, *, removes_ids: bool) -> None:
-        """Make a recorder for one streamed answer, which comes as server-sent events.
-
-        `removes_ids`: remove token ids from the forwarded events, as the client did not ask for them.
-        """
+        """Make a recorder for one streamed answer. `removes_ids`: forward no token ids, as the client wants none."""
         # The events so far.
         self.event_count = 0
         self.last_event = b""

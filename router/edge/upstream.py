@@ -332,10 +332,7 @@ class UpstreamPool:
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     def acquire(self, target: Endpoint, *, is_new: bool = False) -> UpstreamConnection:
-        """Return the newest idle connection to a worker, which is no longer idle then; without one, an unopened one.
-
-        `is_new`: take no idle connection.
-        """
+        """Return the newest idle connection to a worker, to use it; without one, or if `is_new`, an unopened one."""
         idle_connections = None if is_new else self._idle_connections.get(target)
         while idle_connections:
             connection = idle_connections.pop()

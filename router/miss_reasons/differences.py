@@ -65,10 +65,7 @@ def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
 
 
 def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKind | None:
-    """Return why a template may render an answer otherwise than the model wrote it.
-
-    None if the message at `answer_index` is missing or is no answer.
-    """
+    """Return why a template may render an answer otherwise than the model wrote it; None if no answer is there."""
     if answer_index >= outline.message_count or outline.get_role(answer_index) != ASSISTANT:
         return None
     kind = outline.messages.kinds[answer_index]

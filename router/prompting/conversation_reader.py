@@ -29,10 +29,7 @@ MESSAGES_MIN = 3
 
 
 class ConversationReader:
-    """Continues cached conversations, for the models whose templates allow it.
-
-    A model is allowed after a trial of its template, and forbidden as soon as a continued prompt proves wrong.
-    """
+    """Continues cached conversations of models whose templates passed a trial, unless a continued prompt was wrong."""
 
     def __init__(self, max_bytes: int) -> None:
         self.cache = ConversationCache(max_bytes)

@@ -149,10 +149,7 @@ def measure_prompts(
 
 
 def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the number of tokens of each prompt after the first, for a completion request with several prompts.
-
-    Without a tokenizer, the tokens of a text are estimated.
-    """
+    """Return the token counts of a completion request's prompts after the first; estimates if there is no tokenizer."""
     prompt = request.prompt
     if not isinstance(prompt, list) or isinstance(prompt[0], int):  # a text, or the token ids of one prompt
         return []

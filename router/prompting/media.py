@@ -32,10 +32,7 @@ class MediaPrompt(NamedTuple):
 
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
-    """Return a digest that names the conversation of a chat with images or other media, and its estimated tokens.
-
-    Return None if the chat has no media: it is then routed by its token ids.
-    """
+    """Return a digest that names a chat's conversation, and its estimated tokens; None if the chat has no media."""
     if not _may_have_media(request, body):
         return None
     messages = _list_messages(request)

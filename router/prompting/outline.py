@@ -143,7 +143,8 @@ def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> 
     kind = role_number
     if fields.get("tool_calls"):
         kind |= HAS_TOOL_CALLS
-        fields = {**fields, "tool_calls": _decode_call_arguments(fields["tool_calls"])}
+        if isinstance(fields["tool_calls"], list):  # two spellings of the same JSON arguments count as equal
+            fields = {**fields, "tool_calls": list(map(convert_tool_call, fields["tool_calls"]))}
 
     visible_text, hidden_text_bits = _remove_hidden_text(text, is_system=role_number == 0)
     kind |= hidden_text_bits
@@ -198,11 +199,6 @@ def _read_part_text(part: Any) -> str:
         return f"<think>{part.get('thinking')}</think>"
     text = part.get("text") if isinstance(part, dict) else part
     return text if isinstance(text, str) else _sorted_encoder.encode(part).decode()
-
-
-def _decode_call_arguments(calls: Any) -> Any:
-    """Return tool calls with their arguments decoded, so that two spellings of the same JSON count as equal."""
-    return list(map(convert_tool_call, calls)) if isinstance(calls, list) else calls
 
 
 def _remove_thoughts(text: str) -> str:

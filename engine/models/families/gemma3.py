@@ -60,10 +60,7 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _read_text_config(config: HfConfig) -> HfConfig:
-    """Return the config of the text model, with the defaults of published configs.
-
-    Raises ModelError for settings that are not supported.
-    """
+    """Return the text model's config, with published configs' defaults. Raises ModelError for unsupported settings."""
     if "text_config" in config:
         config = config.get_object("text_config")
     config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
