@@ -84,15 +84,6 @@ class PreparedStep:
     """Indices of the chunks that need logprobs of prompt tokens."""
 
 
-def sort_for_kernels(chunks: Items[Chunk]) -> list[int]:
-    """Return the indices of a plan's chunks in the order that the kernels need: chunks of one token come first.
-
-    Otherwise the plan's order stays, so consecutive decode steps have their sequences in the same order.
-    """
-    has_several_tokens = [chunk.end - chunk.start > 1 for chunk in chunks]
-    return sorted(range(len(chunks)), key=has_several_tokens.__getitem__)
-
-
 def select_tokens(
     query_starts: IntArray, sampled_chunks: list[int], prompt_logprob_chunks: list[int], device: torch.device
 ) -> SelectedTokens:

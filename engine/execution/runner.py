@@ -30,7 +30,6 @@ from engine.execution.prepared_step import (
     find_prompt_logprob_chunks,
     list_state_units,
     select_tokens,
-    sort_for_kernels,
 )
 from engine.execution.sampler import Sampler, SamplingInputs
 from engine.execution.step_outputs import build_result
@@ -190,7 +189,8 @@ class ModelRunner:
         A chunk is the part of one sequence that the step computes. Inputs that stay the same from step to step, such as
         the older part of a block table, are on the device already, and only their changes are sent.
         """
-        order = sort_for_kernels(plan.chunks)
+        # Chunks of one token come first, as the kernels need. Otherwise the plan's order stays.
+        order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
         chunks = [plan.chunks[i] for i in order]
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         ends = np.array([chunk.end for chunk in chunks], np.int64)

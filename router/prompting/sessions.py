@@ -87,7 +87,10 @@ class SessionNames:
         An extra header is given as `NAME` if it has the name of a session, or else as `MEANING=NAME`, for example
         `agent=X-Agent`.
         """
-        extra_sources = [_parse_extra_header(text) for text in extra_headers]
+        extra_sources = []
+        for text in extra_headers:
+            meaning, _, name = text.rpartition("=")
+            extra_sources.append(NameSource("header", name, meaning or "session", ""))  # type: ignore[arg-type]
         header_sources = [source for source in (*extra_sources, *NAME_SOURCES) if source.location == "header"]
         self._header_meanings = [(source.name.lower().encode(), source.meaning) for source in header_sources]
         self.header_names = frozenset(name for name, _ in self._header_meanings)
@@ -127,11 +130,6 @@ class SessionNames:
             parent_name = None
         is_final = name_by_meaning.get("final", "").lower() in ("true", "1")
         return Session(name, parent_name, is_final)
-
-
-def _parse_extra_header(text: str) -> NameSource:
-    meaning, _, name = text.rpartition("=")
-    return NameSource("header", name, meaning or "session", "")  # type: ignore[arg-type]
 
 
 def shorten_name(name: str) -> str:
