@@ -36,10 +36,7 @@ class ClientResponse:
         """Blanks internal fields of the worker; None if all are shown, or the answer has no JSON."""
 
     def begin(self, head: ResponseHead, redacted_keys: re.Pattern[bytes] | None) -> None:
-        """Build the client's head from a worker's. The head may still be replaced until content is sent.
-
-        `redacted_keys`: pattern of the fields that are blanked; None if all are shown.
-        """
+        """Build the client's head from a worker's. `redacted_keys`: pattern of fields to blank; None to show all."""
         context, request = self._context, self._context.request
         has_delimited_body = head.is_chunked or isinstance(head.body, LengthBody)
         self._is_chunked = head.is_chunked and not request.is_http_1_0

@@ -108,9 +108,10 @@ class Exchange:
         self._response_head = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
-            self.on_prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
+            self._start_without_kv("unreachable", "the prefill's worker was removed, or no longer gives KV")
             return
         prefill = self._prefill = PrefillLeg(self, self._proxy, self._decision, handover)
+        self.context.prefill = prefill.times
         prefill.start()
         if handover.is_concurrent and self._prefill is prefill:
             self._start_attempt()
@@ -139,36 +140,28 @@ class Exchange:
         The chosen worker computes the prompt itself, or other workers get the request if it cannot. `may_be_crash`:
         whether the request may have crashed the worker that failed.
         """
+        assert self._prefill is not None
         if self._has_answer_begun:
             self._prefill = None  # the chosen worker has the KV of the prompt, so the failure does not matter
-        elif self._can_compute_prompt:
-            self._compute_without_kv(outcome, reason, may_be_crash=may_be_crash)
+        elif not self._prefill.needs_partner:
+            self._start_without_kv(outcome, reason, may_be_crash=may_be_crash)
         else:
-            self._drop_transfer(outcome, reason, may_be_crash=may_be_crash)
-            self._retry_without_source(reason)
+            self._give_up_transfer(outcome, reason, may_be_crash=may_be_crash)
+            if self.context.is_done:
+                return  # the request may have crashed several workers, so it was ended
+            if self._response_head is None:
+                self._handle_failed_attempt(FailureKind.SOURCE, reason)
+            else:
+                self._handle_broken_response(reason, FailureKind.SOURCE)
 
-    def _retry_without_source(self, reason: str) -> None:
-        """Have other workers answer, because the chosen worker needs KV that does not come."""
-        if self.context.is_done:
-            return  # dropping the transfer has ended the request, which may have crashed several workers
-        if self._response_head is None:
-            self._handle_failed_attempt(FailureKind.SOURCE, reason)
-        elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
-            self._abort_response(reason, FailureKind.SOURCE)
-
-    @property
-    def _can_compute_prompt(self) -> bool:
-        """Whether the chosen worker can compute the prompt itself. A decode worker of SGLang cannot."""
-        return self._prefill is None or not self._prefill.needs_partner
-
-    def _compute_without_kv(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Have the chosen worker compute the prompt itself, as no KV comes from another worker."""
-        self._drop_transfer(outcome, reason, may_be_crash=may_be_crash)
+    def _start_without_kv(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Give up the transfer, and send the request to the chosen worker, which computes the prompt itself."""
+        self._give_up_transfer(outcome, reason, may_be_crash=may_be_crash)
         if not self.context.is_done:
             self._start_attempt()
 
-    def _drop_transfer(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Forget the prefill or the pull, and report that its KV does not come."""
+    def _give_up_transfer(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Forget the prefill or the pull, and report that its KV does not come. Sends no request by itself."""
         prefill, self._prefill, self._pull = self._prefill, None, None
         if prefill is not None:
             prefill.close()
@@ -277,7 +270,7 @@ class Exchange:
             return None
         kv_fields = self._prefill.take_decode_fields(self._proxy.now())
         if kv_fields is None:
-            self._drop_transfer("late", "the KV is not kept for so long")
+            self._give_up_transfer("late", "the KV is not kept for so long")
         return kv_fields
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
@@ -324,22 +317,29 @@ class Exchange:
     def _retry_after_status(self, head: ResponseHead) -> bool:
         """Send the request again if the status of the worker's answer allows it; return whether that was done.
 
-        For example, after a 503 another worker gets the request. If there is none, the client gets the 503. A worker
-        that could not fetch KV from another worker is asked again, to compute the prompt itself.
+        For example, after a 503 another worker gets the request. If there is none, the client gets the 503.
         """
-        failure_kind = RETRYABLE_STATUSES.get(head.status)
-        if head.status == 404 and self._may_be_found_elsewhere:
-            failure_kind = FailureKind.NOT_SERVED
-        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
-            if self._can_compute_prompt:
-                self._compute_without_kv("error", "the decode failed")
-                return True
-            self._drop_transfer("error", "the decode failed")
-            failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
-        if self._pull is not None and head.status == 403:
-            self._compute_without_kv("error", "the worker refuses the source, so it may have another fleet's key")
+        if head.status == 403 and self._pull is not None:
+            self._start_without_kv("error", "the worker refuses the source, so it may have another fleet's key")
             return True
+        if head.status == 404 and self._may_be_found_elsewhere:
+            return self._try_other_worker(FailureKind.NOT_SERVED, head)
+        failure_kind = RETRYABLE_STATUSES.get(head.status)
+        if failure_kind is FailureKind.INTERNAL and self._prefill is not None:
+            return self._retry_failed_decode(head, self._prefill)
         return failure_kind is not None and self._try_other_worker(failure_kind, head)
+
+    def _retry_failed_decode(self, head: ResponseHead, prefill: PrefillLeg) -> bool:
+        """Send the request again, as its prefill may have caused an error 500; return False if no worker gets it.
+
+        The same worker computes the prompt itself. A decode worker of SGLang cannot: another one gets the request. If
+        there is none, it gets new KV: after SOURCE, unlike other failures, a worker may get the request again.
+        """
+        if not prefill.needs_partner:
+            self._start_without_kv("error", "the decode failed")
+            return True
+        self._give_up_transfer("error", "the decode failed")
+        return self._try_other_worker(FailureKind.SOURCE, head)
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
         """Send a request to another worker after an error status; return False if the core has no other worker."""
@@ -497,13 +497,17 @@ class Exchange:
             self.refuse(error, "refused_bad_gateway")
 
     def _handle_broken_response(self, reason: str, kind: FailureKind = FailureKind.STREAM) -> None:
-        """Continue an answer that broke off at another worker, or cut it off."""
+        """Handle a worker's answer that broke off, by what the client has of it.
+
+        Nothing: the attempt has failed. All events: the answer is complete. A part: another worker continues the
+        answer, or it is cut off.
+        """
         self.close()
         head = self._response_head
-        if head is not None and self._is_stream_complete(head):
-            self._complete(head, reusable=False)
-        elif not self.client.has_response_started:
+        if not self.client.has_response_started:
             self._handle_failed_attempt(FailureKind.RESET, reason)
+        elif head is not None and self._is_stream_complete(head):
+            self._complete(head, reusable=False)
         elif not self._continue_elsewhere(reason, kind):
             self._abort_response(reason, kind)
 

@@ -65,46 +65,38 @@ class PrefillLeg:
     """
 
     def __init__(self, exchange: PrefillOwner, proxy: Proxy, decision: Decision, handover: Handover) -> None:
-        """Prepare the prefill, which `start` begins: a worker computes the prompt, so that another worker decodes.
-
-        `decision` names both workers, and `handover` describes the transfer of the KV cache between them.
-        """
-        assert decision.transfer is not None
+        """Prepare the prefill, which `start` begins. `decision` names the decode's worker, `handover` the source."""
         self._exchange = exchange
         self._proxy = proxy
         self._context = exchange.context
         self._decision = decision
-        self._transfer = decision.transfer
         self.handover = handover
-        self.needs_partner = handover.source.transfer.needs_partner
-        """Whether the decoding worker cannot compute the prompt itself, so that a failed prefill fails the request."""
+        self._source = handover.source.worker_id
+        self.times = PrefillTimes(self._source, proxy.now())
+        self._original_body, self._path = _get_original_request(exchange.context)
+        """Request without the fields about KV. Path of the requests to both workers; None: the client's path."""
 
-        # The request to the prefill's worker, and its answer.
+        # The request to the source, and its answer.
         self._body: Body = ()
+        self._connection: UpstreamConnection | None = None
+        """Connection to the source; None before the request is sent, and after its answer."""
         self._content = bytearray()
         """Body of the answer."""
-        self._connection: UpstreamConnection | None = None
-        """Connection to the prefill's worker; None before the request is sent, and after its answer."""
         self._refusal = ""
-        """Why the worker refuses the request, if the other worker is expected to refuse it too."""
+        """Why the source refuses the request, if the decode's worker is expected to refuse it too."""
+        seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
+        self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
+        """Time until which an answer is awaited: the source's, or after its refusal the one of the decode's worker."""
 
         # The request to the decode's worker, which fetches the KV.
         self._decode_fields: Fields | None = None
         """Fields in its body by which the worker fetches the KV; None until they are known."""
         self.is_decode_sent = False
 
-        self.times = self._context.prefill = PrefillTimes(self._transfer.source, proxy.now())
-        seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
-        self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
-        """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
-
-        # The request as the client sent it; or the one for the rest of the answer, if another worker began the answer.
-        request, continuation = self._context.request, self._context.continuation
-        self._original_body: Body = request.pieces
-        self._path: bytes | None = None
-        """Path of the requests to both workers; None: the client's path."""
-        if continuation is not None and continuation.continuation_body is not None:
-            self._original_body, self._path = (continuation.continuation_body,), continuation.path
+    @property
+    def needs_partner(self) -> bool:
+        """Whether the decode's worker cannot compute the prompt itself, so that a failed prefill fails the request."""
+        return self.handover.source.transfer.needs_partner
 
     def start(self) -> None:
         """Have the prefill's worker compute the prompt: send it the request, usually limited to one token.
@@ -125,7 +117,7 @@ class PrefillLeg:
         self._start_attempt()
 
     def _start_attempt(self, *, is_resend: bool = False) -> None:
-        target = self._proxy.workers.get_endpoint(self._transfer.source)
+        target = self._proxy.workers.get_endpoint(self._source)
         if target is None:
             self._fail("unreachable", "the worker was removed")
         else:
@@ -137,22 +129,25 @@ class PrefillLeg:
         """Whether the prefill has ended well."""
         return self.times.ended_at_s is not None
 
+    def _is_kv_expired(self, now: float) -> bool:
+        """Return whether the source may have freed the KV that it computed."""
+        return self.times.ended_at_s is not None and now > self.times.ended_at_s + LEASE_S
+
     def take_decode_fields(self, now: float) -> Fields | None:
-        """Return the fields for the decode; None if the KV may be gone."""
-        if self.is_computed and now > self._deadline_s:
+        """Return the fields for a decode that is sent now; None if the KV may be gone."""
+        if self._is_kv_expired(now):
             return None
         self.is_decode_sent = True
         return self._decode_fields
 
     def expire(self, now: float) -> None:
-        """Give up a prefill that takes too long, and KV of a worker that went down. Not once the decode answers."""
-        worker, is_late = self._proxy.core.workers.get(self._transfer.source), now > self._deadline_s
-        is_source_down = worker is None or worker.is_down
-        if self._refusal and is_late:
-            self._fail("refused", self._refusal)
-        elif not self.is_computed and is_late:
-            self._fail("timeout", f"no answer within {now - self.times.started_at_s:.1f} s")
-        elif self.is_decode_sent and is_source_down and not is_late:
+        """Give up a prefill that takes too long, or KV of a source that went down. Call it until the decode answers."""
+        source = self._proxy.core.workers.get(self._source)
+        is_source_down = source is None or source.is_down
+        if not self.is_computed and now > self._deadline_s:
+            late_reason = f"no answer within {now - self.times.started_at_s:.1f} s"
+            self._fail("refused" if self._refusal else "timeout", self._refusal or late_reason)
+        elif self.is_decode_sent and is_source_down and not self._is_kv_expired(now):
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
@@ -175,15 +170,15 @@ class PrefillLeg:
 
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         self.close()
-        reason = f"prefill at {self._transfer.source}: {reason}"
+        reason = f"prefill at {self._source}: {reason}"
         self._exchange.on_prefill_failed(outcome, reason, may_be_crash=may_be_crash)
 
     # From the attempt ---------------------------------------------------------------------------------------------
 
     def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request."""
-        source, rank, body = self._transfer.source, self._transfer.rank, self._body
-        head = self._proxy.build_head(self._context, connection.target, source, rank, body, self._path)
+        rank, body, path = self.handover.rank, self._body, self._path
+        head = self._proxy.build_head(self._context, connection.target, self._source, rank, body, path)
         connection.send(head, body)
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
@@ -221,10 +216,8 @@ class PrefillLeg:
         usage = find_usage(bytes(self._content))
         self.times.cached_tokens = None if usage is None else usage.cached_tokens
         self._content, self._body = bytearray(), ()  # to free their memory
-        now = self._proxy.now()
-        self.times.ended_at_s = now
-        self._deadline_s = now + LEASE_S
-        duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
+        now = self.times.ended_at_s = self._proxy.now()
+        duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._source,))
         duration_histogram.observe(now - self.times.started_at_s)
         self._exchange.on_prefill_computed()
 
@@ -267,6 +260,14 @@ class PrefillLeg:
 
     def crash(self, error: Exception) -> None:
         self._exchange.crash(error)
+
+
+def _get_original_request(context: RequestContext) -> tuple[Body, bytes | None]:
+    """Return body and path of the client's request; of the one for the rest of an answer that another worker began."""
+    continuation = context.continuation
+    if continuation is None or continuation.continuation_body is None:
+        return context.request.pieces, None
+    return (continuation.continuation_body,), continuation.path
 
 
 def _has_several_answers(body: bytes, spans: FieldSpans) -> bool:
