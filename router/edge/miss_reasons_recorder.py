@@ -19,7 +19,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.proxy import Proxy
-from router.edge.request_context import RequestContext
+from router.edge.request_context import MissAnalysis, RequestContext
 from router.index.protocol import HolderId
 from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPrefix, find_first_missing_token
@@ -97,7 +97,7 @@ class MissReasonsRecorder:
                 self._header_watches.add(own_key)
             is_watched = any(key in watches for watches in self._watches if watches for key in conversation_keys)
             if is_watched or self._is_sampled(conversation_keys):
-                context.miss_analysis = self._make_prompt(context, route, body)
+                context.miss_analysis.prompt = self._make_prompt(context, route, body)
                 for watches in self._watches:
                     for key in conversation_keys:
                         watches.record_prompt(key, self._proxy.now())
@@ -140,11 +140,10 @@ class MissReasonsRecorder:
     def _on_first_output(self, context: RequestContext) -> None:
         """Record which tokens of a prompt were not cached at its worker, once the answer begins.
 
-        Before that, a failed attempt may still send the request to another worker. `context.miss_analysis` is the
-        prompt if it is to be compared with the last one of its conversation, or None. The result replaces it.
+        Before that, a failed attempt may still send the request to another worker.
         """
-        route, decision, prompt = context.route, context.decision, context.miss_analysis
-        if isinstance(prompt, AnalyzedRequest):
+        route, decision, analysis = context.route, context.decision, context.miss_analysis
+        if analysis.result is not None:
             return  # recorded already, when another worker began the answer
         if route is None or route.token_ids is None or decision is None:
             return  # the prompt was not read, so nothing is known of its tokens
@@ -153,20 +152,20 @@ class MissReasonsRecorder:
             return  # the core has forgotten the request, and with it what the worker had cached
         try:
             placement = self._make_placement(route, query.prepared_ids, decision)
-            if prompt is None:
+            if analysis.prompt is None:
                 prompt_tokens = len(route.token_ids)
-                result = self.analyzer.record_placed(context.name, route.session, prompt_tokens, placement)
+                analysis.result = self.analyzer.record_placed(context.name, route.session, prompt_tokens, placement)
             else:
-                result = self.analyzer.record_compared(prompt, placement, self._facts)
-            context.miss_analysis = result
+                analysis.result = self.analyzer.record_compared(analysis.prompt, placement, self._facts)
+                analysis.prompt = None
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
             self._proxy.metrics.record_crash("reasons", error)
 
     def _on_end(self, context: RequestContext) -> None:
         """Record the usage of a complete answer."""
-        analysis, context.miss_analysis = context.miss_analysis, None
-        if isinstance(analysis, AnalyzedRequest) and context.outcome == "status_200":
-            self._record_end(context, analysis, self._proxy.now())
+        result, context.miss_analysis = context.miss_analysis.result, MissAnalysis()  # frees a prompt, too
+        if result is not None and context.outcome == "status_200":
+            self._record_end(context, result, self._proxy.now())
 
     def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
         """Record the end of an answer, and log its explanation if requests are logged."""

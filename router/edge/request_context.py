@@ -54,6 +54,15 @@ class RequestSpan(NamedTuple):
         return self.clock_zero_ns + int(moment_s * 1e9)
 
 
+class MissAnalysis(msgspec.Struct, eq=False):
+    """Analysis of why parts of a request's prompt were not cached at its worker."""
+
+    prompt: AnalyzedPrompt | None = None
+    """Prompt that is to be compared with the last one of its conversation; None if it is not, or was compared."""
+    result: AnalyzedRequest | None = None
+    """Result of the analysis; None until the model's first output."""
+
+
 class RequestContext(msgspec.Struct, eq=False):
     """One request and its outcome."""
 
@@ -91,8 +100,7 @@ class RequestContext(msgspec.Struct, eq=False):
     outcome: str = ""
     """How the request ended, as metrics and logs name it; empty until then."""
     is_done: bool = False
-    miss_analysis: AnalyzedPrompt | AnalyzedRequest | None = None
-    """Prompt to be compared, and from the first byte on the result; None if nothing is recorded."""
+    miss_analysis: MissAnalysis = msgspec.field(default_factory=MissAnalysis)
 
     @property
     def ttft_s(self) -> float | None:

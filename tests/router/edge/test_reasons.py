@@ -78,7 +78,8 @@ class Talk:
 
 def nothing_is_left(edge: Any) -> bool:
     """Whether all requests have ended, and what was to be said of them went with that."""
-    return not edge.proxy.exchanges and all(exchange.miss_analysis is None for exchange in edge.ended)
+    analyses = [context.miss_analysis for context in edge.ended]
+    return not edge.proxy.exchanges and all(item.prompt is None and item.result is None for item in analyses)
 
 
 @pytest.fixture
