@@ -112,12 +112,16 @@ class RouterCore:
         self.registry.apply_worker_changes()
         return self._place_queued(now)
 
-    def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
-        """Send nothing more to a worker after failed health checks. The first one has the index forget the worker."""
+    def mark_worker_down(self, worker_id: str, now: float, reason: str, pause_s: float = 0.0) -> list[Instruction]:
+        """Send nothing more to a worker after failed health checks. The first one has the index forget the worker.
+
+        `pause_s`: least time before a request may try the worker.
+        """
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
         self.registry.breaker.open(worker, now, reason)
+        worker.open_until_s = max(worker.open_until_s, now + pause_s)
         self.registry.apply_worker_changes()
         return [] if worker.is_lost else [self._lose_worker(worker_id, now), *self._place_queued(now)]
 

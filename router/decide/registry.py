@@ -283,7 +283,7 @@ class WorkerRegistry:
 
     def compute_retry_after_s(self, now: float) -> float:
         """Return the time until a broken worker will be tried again."""
-        waits = [worker.open_until_s - now for worker in self.down_workers]
+        waits = [min(worker.open_until_s - now, worker.open_s) for worker in self.down_workers]  # a check may be sooner
         return max(1.0, min(waits, default=1.0))
 
     def _get_pool(self, key: tuple[str, str | None]) -> _Pool:

@@ -199,9 +199,10 @@ class WorkerMonitor:
         fleet, was_down = self._fleet, self._is_down
         pause_s = fleet.config.starting_s if was_down else fleet.config.health_s
         is_suspected = await self._pause(pause_s)  # a failed request ends the pause early
+        started_s = fleet.now()
         problem = await fleet.prober.check_health(self.flag)
         if problem is not None:
-            self._record_failed_check(problem, is_suspected=is_suspected)
+            self._record_failed_check(problem, started_s, is_suspected=is_suspected)
             return
         self.consecutive_failures = 0
         if not was_down:
@@ -237,13 +238,20 @@ class WorkerMonitor:
             log.error("worker %s cannot be followed: %s", self.worker_id, reason, exc_info=error)
         self._record_problem(reason)
 
-    def _record_failed_check(self, problem: str, *, is_suspected: bool) -> None:
+    def _record_failed_check(self, problem: str, started_s: float, *, is_suspected: bool) -> None:
         """Count a failed check; mark the worker as down after one if a request failed too, else after several."""
         fleet = self._fleet
         self._record_problem(problem)
         self.consecutive_failures += 1
         if is_suspected or self.consecutive_failures >= fleet.config.failures_to_down:
-            fleet.perform(fleet.core.mark_worker_down(self.worker_id, fleet.now(), self.problem))
+            self._mark_down(self.problem, started_s)
+
+    def _mark_down(self, reason: str, started_s: float) -> None:
+        """Mark the worker as down. No request tries it before the next check, which may last as long as this one."""
+        fleet = self._fleet
+        now = fleet.now()
+        pause_s = fleet.config.starting_s + 2 * (now - started_s)
+        fleet.perform(fleet.core.mark_worker_down(self.worker_id, now, reason, pause_s))
 
     async def poll_models(self) -> None:
         """Ask the worker for its models, and probe it anew if they changed: LoRA adapters, or another process."""
@@ -346,7 +354,7 @@ class WorkerMonitor:
             self._record_problem(reason)
             return
         if self.facts is not None:
-            self._fleet.perform(self._fleet.core.mark_worker_down(self.worker_id, self._fleet.now(), reason))
+            self._mark_down(reason, self.poll_times.probed_s)
         is_new_kind = reason.partition(":")[0] != self.problem.partition(":")[0]
         if is_new_kind:
             remedy = suggest_remedy(self.flag, reason)

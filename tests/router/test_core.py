@@ -160,6 +160,25 @@ def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
     assert core.workers[dead].state is WorkerState.UP
 
 
+def test_no_request_tries_a_machine_between_two_checks_that_take_long() -> None:
+    """Each check of a machine that is cut off takes 5 s, and so did each request that tried it between two checks."""
+    core, _ = make_core("ab")
+    for second in range(90):
+        if second % 6 == 0:
+            core.mark_worker_down("a", second, "no answer", pause_s=11.0)
+        core.tick(second)
+        assert chosen_worker(core.route(request(f"r{second}", [second]), second)) == "b"
+        core.finish_request(f"r{second}", None, second)
+    core.mark_worker_down("b", 90.0, "no answer", pause_s=11.0)
+    refusal = core.route(request("refused", [1]), 91.0)
+    assert isinstance(refusal, Refuse)
+    assert refusal.retry_after_s == 1.0, "a check may succeed sooner"
+    core.mark_worker_up("a", 92.0)
+    assert chosen_worker(core.route(request("up", [1]), 92.0)) == "a"
+    core.tick(101.0)
+    assert core.workers["b"].state is WorkerState.PROBING, "no check has ended"
+
+
 def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
     core, _ = make_core("a")
     core.mark_worker_down("a", 0.0, "test")

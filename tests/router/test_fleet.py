@@ -29,7 +29,7 @@ from router.app.process_limits import compute_streams_max
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
-from router.decide.messages import Refuse
+from router.decide.messages import Instruction, Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet import membership, retries, worker_lists
 from router.fleet.config import FleetConfig
@@ -689,6 +689,23 @@ def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> No
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert sum("does not answer yet" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_no_request_tries_a_worker_before_the_next_check_of_it_can_have_ended() -> None:
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.25)
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            pauses: list[float] = []
+
+            def mark_worker_down(worker_id: str, now: float, reason: str, pause_s: float) -> list[Instruction]:
+                pauses.append(pause_s)
+                return []
+
+            core.mark_worker_down = mark_worker_down  # type: ignore[method-assign]
+            fleet._monitors[name]._mark_down("no answer", asyncio.get_running_loop().time() - 5.0)
+            assert pauses[-1] >= 10.25
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_no_request_tries_a_worker_that_has_come_back_and_refuses_the_router() -> None:
