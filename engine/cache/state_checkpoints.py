@@ -222,8 +222,8 @@ class StateCheckpoints:
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
-            later_checkpoints = {n: h for n, h in state.planned_checkpoints.items() if n * self._block_size > chunk.end}
-            state.planned_checkpoints = later_checkpoints
+            planned = state.planned_checkpoints.items()  # those that this step reaches are no longer planned
+            state.planned_checkpoints = {n: hash_ for n, hash_ in planned if n * self._block_size > chunk.end}
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True

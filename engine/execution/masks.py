@@ -228,7 +228,7 @@ class Masks:
         for request, mask in zip(masked_requests, masks):
             request.answer.finish_mask(mask, request.banned_tokens)
         failures = {r.logits_row: r.answer.failure for r in masked_requests if r.answer.failure is not None}
-        return TokenMasks([request.logits_row for request in masked_requests], masks, failures)
+        return TokenMasks(logits_rows=[r.logits_row for r in masked_requests], bits=masks, failures=failures)
 
     def _fill_bits(self, answers: list[_AnswerMatcher], bits: MaskWords) -> None:
         """Write to `bits[i]` the tokens that the grammar matcher of `answers[i]` allows next, a bit for each token.

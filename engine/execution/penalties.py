@@ -96,10 +96,7 @@ class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
     def __init__(self, row_count: int, vocab_size: int, device: torch.device, length_max: int | None = None) -> None:
-        """Make empty tables of token counts, on the device, for `row_count` sequences.
-
-        `length_max`: most tokens of a sequence; None: no limit.
-        """
+        """Make empty tables for `row_count` sequences, of at most `length_max` tokens each (None: no limit)."""
         self._row_count = row_count
         self._vocab_size = vocab_size
         self._width_max = vocab_size if length_max is None else min(vocab_size, length_max + 1)

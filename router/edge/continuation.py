@@ -153,8 +153,7 @@ class StreamContinuation:
     def _continues_as_chat(self) -> bool:
         """Whether the other worker gets a chat request and not a completion request.
 
-        A chat of vLLM without text is repeated: it may have begun to reason, and completions do not tell reasoning from
-        text.
+        A chat of vLLM without text is repeated, because completions do not tell its reasoning from text.
         """
         return self._is_chat and (self.engine == BLOCKCAST or self._sent_token_count == 0)
 
