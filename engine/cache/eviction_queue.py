@@ -129,10 +129,7 @@ class EvictionQueue:
         return self._reuse_stats.touch_shared_prefix(path.leaf.hash, turn.end_clock)
 
     def requeue(self, node: Node) -> None:
-        """Move the path that ends at `node`, if one does, to the queue of its present value.
-
-        Called when the state at `node` was used or evicted.
-        """
+        """Move the path that ends at `node`, if one does, to the queue of its value: the state there has changed."""
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)
         if path is None or path.queue_key is None:

@@ -232,10 +232,7 @@ class Sampler:
             self._masks.close()
 
     def make_batch(self, sequences: list[Sequence], table_rows: list[int]) -> SamplingBatch:
-        """Collect the sampling parameters of the sequences in a batch, for all steps with these sequences.
-
-        `table_rows`: row of each sequence in tables that stay on the device from step to step.
-        """
+        """Collect the sampling parameters of a batch's sequences. `table_rows`: their rows in tables on the device."""
         params = [seq.request.params for seq in sequences]
         random_rows = [row for row, p in enumerate(params) if p.temperature > 0.0]
         seeds = [self._compute_seed(sequences[row].request) for row in random_rows]

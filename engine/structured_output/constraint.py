@@ -94,10 +94,7 @@ def names_function(body: ChatRequest) -> bool:
 
 
 def make_schema_format(schema: Json, whitespace: str | None = None) -> Format:
-    """Return the format of JSON that matches a schema.
-
-    `whitespace`: regular expression of white space between two tokens of JSON; None: the default.
-    """
+    """Return the format of JSON that matches a schema. `whitespace`: regular expression of the space between tokens."""
     format: Format = {"type": "json_schema", "json_schema": schema}
     if whitespace is not None:
         format["whitespace_pattern"] = whitespace

@@ -49,10 +49,7 @@ class GrammarRules:
 
 
 def json_directive(schema: Json, options: Mapping[str, Any]) -> str:
-    """Return an expression of a schema. Our options replace options in the client's schema.
-
-    The compiler refuses a schema that is neither an object nor a boolean.
-    """
+    """Return an expression of a schema (an object or a boolean). Our options replace options in the client's schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if isinstance(schema, dict):

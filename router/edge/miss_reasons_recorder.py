@@ -210,10 +210,7 @@ class MissReasonsRecorder:
         return self._core.index.chunk_keys(token_ids, route.scope, self._chunk_tokens)
 
     def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
-        """Describe where a request was sent, and which cached blocks of its prompt had been evicted before.
-
-        `prompt_ids`: the prompt's token ids in the form that the index of cached blocks takes.
-        """
+        """Describe where a request was sent, and which cached blocks of its prompt had been evicted before."""
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
         first_missing_token = find_first_missing_token(decision)

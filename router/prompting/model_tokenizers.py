@@ -248,10 +248,7 @@ class ModelTokenizers:
         return task
 
     async def _load(self, model: str, name: str) -> None:
-        """Load the tokenizer of a base model in a thread, and try its chat template in a worker process.
-
-        `name` is a folder, or a name in the Hugging Face cache. The reason of a failure is stored in `problems`.
-        """
+        """Load a base model's tokenizer, and try its template. `name`: folder, or name in the Hugging Face cache."""
         checkpoint = find_checkpoint(name)
         if checkpoint is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
