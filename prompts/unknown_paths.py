@@ -40,7 +40,9 @@ def make_unknown_path_error(
         message = f"{path[:200]}: {reason} (GET / tells what is served here)"
     else:
         message = f"{path[:200]}: there is no such path, did you mean {suggestion}?"
-        if suggestion.startswith("/v1/messages"):
+        if suggestion.startswith("/v1/messages") and "/v1/" not in path.lower():
+            message += " The base URL of this client needs /v1 at its end."
+        elif suggestion.startswith("/v1/messages"):
             message += " Anthropic's clients add /v1 to their base URL themselves."
         elif suggestion.startswith("/v1/"):
             message += " The base URL of OpenAI's clients ends with one /v1."

@@ -48,6 +48,8 @@ def test_the_error_says_how_the_base_url_ends() -> None:
         "/chat/completions"
     )
     assert "did you mean /v1/messages? Anthropic's clients add /v1" in error_message("/v1/v1/messages")
+    for path in ("/messages", "/anthropic/messages/count_tokens"):  # as clients of DSPy and Vercel send without /v1
+        assert error_message(path).endswith("The base URL of this client needs /v1 at its end.")
     assert error_message("/metrics/").endswith("did you mean /metrics?")
     assert "GET / tells" in error_message("/nothing")
 
