@@ -148,7 +148,8 @@ def make_error_response(
 def _convert_http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     """Convert an HTTP error that aiohttp raised to a RequestError, which says in its message what was expected."""
     if error.status == 404:
-        return make_unknown_path_error(request.path, routes.list_paths(request.app))
+        reason = "this engine has no such path"  # a router may have one, such as /v1/embeddings
+        return make_unknown_path_error(request.path, routes.list_paths(request.app), reason=reason)
     is_response_action = request.method == "POST" and request.path.startswith("/v1/responses/")
     if error.status == 405 and is_response_action:  # such as OpenAI's /v1/responses/compact
         return make_unknown_path_error(request.path, [], reason="this action is not supported")

@@ -103,13 +103,20 @@ def test_no_clients_key_opens_the_operators_routes(
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("action", ["compact", "input_tokens"])
-def test_an_action_on_responses_that_is_not_supported_is_named(action: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/responses/compact", "this action is not supported"),
+        ("/v1/responses/input_tokens", "this action is not supported"),
+        ("/v1/embeddings", "this engine has no such path"),  # such as from Haystack, through a router that has it
+    ],
+)
+def test_a_path_of_openai_that_the_engine_does_not_serve_is_named(path: str, reason: str) -> None:
     async def post() -> tuple[int, Any]:
         runner = make_runner(build_app(make_state(Client())), log_requests=False)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/responses/{action}"
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
         try:
             async with ClientSession() as session, session.post(url, json={"model": "m", "input": "hi"}) as answer:
                 return answer.status, (await answer.json())["error"]
@@ -118,7 +125,7 @@ def test_an_action_on_responses_that_is_not_supported_is_named(action: str) -> N
 
     status, error = asyncio.run(post())
     assert status == 404
-    assert error["message"].startswith(f"/v1/responses/{action}: this action is not supported")
+    assert error["message"].startswith(f"{path}: {reason}")
     assert (error["type"], error["code"]) == ("invalid_request_error", "not_found")
 
 
