@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -175,16 +176,11 @@ def allow_ipv6(socket: Socket, endpoint: str) -> None:
 
     ZeroMQ tries one address, and most publishers listen at IPv4 alone, so a name with both keeps IPv4.
     """
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    if ":" in host or (endpoint.startswith("tcp://") and host != "*" and _has_ipv6_alone(host)):
-        socket.setsockopt(zmq.IPV6, 1)
-
-
-def _has_ipv6_alone(host: str) -> bool:
-    try:
-        return {family for family, *_ in getaddrinfo(host, None)} == {AF_INET6}
-    except (OSError, UnicodeError):
-        return False
+    scheme, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError, UnicodeError):  # a name that cannot be looked up now
+        if scheme == "tcp" and host != "*" and {family for family, *_ in getaddrinfo(host, None)} == {AF_INET6}:
+            socket.setsockopt(zmq.IPV6, 1)
 
 
 class _SubSocket:

@@ -16,8 +16,7 @@ import aiohttp
 from router.host_names import HostNames
 
 KEEP_ALIVE_S = 1.0
-"""Time for which a connection is kept: shorter than the pause between two checks of a worker, so that each check looks
-the worker's name up and finds a host that has taken the name over."""
+"""Time for which a connection is kept: shorter than the pause between two checks, so that each looks the name up."""
 READ_BYTES = 16 << 10
 """Bytes of a response that aiohttp buffers at most: a sixteenth as many chunks as with its default."""
 

@@ -37,13 +37,7 @@ from events.stream_types import (
 )
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
-from router.fleet.worker_stream import (
-    ObservedCapacity,
-    WorkerStream,
-    make_address,
-    make_stream_counters,
-    may_be_elsewhere,
-)
+from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_address, make_stream_counters
 from router.index.protocol import DumpPart, DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
@@ -139,8 +133,7 @@ class IndexFeed:
         old_streams = self._streams_by_worker.get(worker_id, [])
         old_addresses = [make_address(stream.source, stream.holder) for stream in old_streams]
         new_addresses = [make_address(source, holder) for source, holder in zip(sources, holders)]
-        may_have_moved = any(may_be_elsewhere(stream.source, source) for stream, source in zip(old_streams, sources))
-        if old_addresses == new_addresses and not may_have_moved:
+        if old_addresses == new_addresses:
             for stream, source in zip(old_streams, sources):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)

@@ -256,15 +256,10 @@ class WorkerStream:
 
 
 def make_address(source: EventSource, holder: HolderId) -> tuple[str | HolderId | None, ...]:
-    """Return where a stream is read from and for whom; with another address, a new stream has to be followed."""
-    return source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic, holder
+    """Return where a stream is read from and for whom; with another address, a new stream has to be followed.
 
-
-def may_be_elsewhere(old_source: EventSource, source: EventSource) -> bool:
-    """Return whether a host that is given by name runs another publisher than before, perhaps at another address.
-
-    The connection would stay with the old address, as long as a publisher is there.
+    Another publisher behind a host's name may have another IP address, and a connection would stay with the old one.
     """
     host = parse_endpoint_host(source.endpoint)
-    is_new_publisher = old_source.epoch != source.epoch and None not in (old_source.epoch, source.epoch)
-    return is_new_publisher and host is not None and not is_ip_address(host)
+    epoch = None if host is None or is_ip_address(host) else source.epoch
+    return source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic, holder, epoch

@@ -30,8 +30,8 @@ def zmq_socket() -> Iterator[zmq.Socket[bytes]]:
         ("tcp://both:5557", [socket.AF_INET6, socket.AF_INET], False),
         ("tcp://four:5557", [socket.AF_INET], False),
         ("tcp://unknown:5557", None, False),
-        ("tcp://[fd00::1]:5557", None, True),
-        ("tcp://::1:5557", None, True),
+        ("tcp://[fd00::1]:5557", [socket.AF_INET6], True),
+        ("tcp://::1:5557", [socket.AF_INET6], True),
         ("ipc:///tmp/six", [socket.AF_INET6], False),
     ],
 )

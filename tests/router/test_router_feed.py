@@ -381,11 +381,11 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
 
 
 @pytest.mark.parametrize(("host", "epochs", "is_replaced"), [
-    ("localhost", ("one", "two"), True), ("localhost", ("one", "one"), False), ("localhost", (None, "two"), False),
+    ("localhost", ("one", "two"), True), ("localhost", ("one", "one"), False), ("localhost", (None, None), False),
     ("127.0.0.1", ("one", "two"), False),
 ])  # fmt: skip
 def test_a_name_behind_which_another_publisher_answers_is_looked_up_again(
-    index: ReferenceIndex, feed: IndexFeed, host: str, epochs: tuple[str | None, str], is_replaced: bool
+    index: ReferenceIndex, feed: IndexFeed, host: str, epochs: tuple[str | None, str | None], is_replaced: bool
 ) -> None:
     """The connection stayed with the old machine for as long as that lived, and requests went to the new one."""
     pub, holder = publisher(), index.add_holder("m")
