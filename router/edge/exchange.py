@@ -135,14 +135,14 @@ class Exchange:
             self._prefill = None
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Go on after the worker failed that was to compute the prompt for the chosen worker.
+        """Go on after the prefill's worker failed, unless the chosen worker answers: then it has the KV already.
 
         The chosen worker computes the prompt itself, or other workers get the request if it cannot. `may_be_crash`:
-        whether the request may have crashed the worker that failed.
+        whether the request may have crashed the prefill's worker.
         """
         assert self._prefill is not None
         if self._has_answer_begun:
-            self._prefill = None  # the chosen worker has the KV of the prompt, so the failure does not matter
+            self._prefill = None
         elif not self._prefill.needs_partner:
             self._start_without_kv(outcome, reason, may_be_crash=may_be_crash)
         else:
@@ -206,9 +206,9 @@ class Exchange:
 
     def _is_stream_complete(self, head: ResponseHead) -> bool:
         """Return whether the client has the last event of a stream, and lacks at most the end of its body."""
-        context, is_stream = self.context, head.status == 200 and head.is_event_stream
-        has_begun = is_stream and self.client.has_response_started and not context.outcome
-        return has_begun and context.progress.has_final_event(context.request.path)
+        context, has_begun = self.context, self.client.has_response_started
+        is_unended_stream = head.status == 200 and head.is_event_stream and not context.outcome
+        return has_begun and is_unended_stream and context.progress.has_final_event(context.request.path)
 
     def on_client_paused(self) -> None:
         """Stop reading from the worker, as the client reads too slowly."""
@@ -297,14 +297,13 @@ class Exchange:
         """
         if self._retry_after_status(head):
             return
-        is_continuation = self.client.has_response_started
-        if is_continuation and not head.is_readable_stream:
+        if not self.client.has_response_started:
+            self._response.begin(head, self._proxy.redacted_keys)
+        elif not head.is_readable_stream:
             is_worker_fault = head.status < 400  # an error status is the answer to a request that the router built
             reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
             self._abort_response(reason, FailureKind.STREAM if is_worker_fault else None)
             return
-        if not is_continuation:
-            self._response.begin(head, self._proxy.redacted_keys)
         if self.context.continuation is not None and not head.is_readable_stream:
             self.context.continuation.recorder = None  # only tokens of a stream of events are recorded
         self._response_head = head
@@ -368,13 +367,12 @@ class Exchange:
             if self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
                 return
             self._response.send(recorder.stop_recording())  # its report, which was held back
-        if not head.body.is_complete:
-            if context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
-                self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
-        elif recorder is not None and recorder.is_truncated:
+        if head.body.is_complete and recorder is not None and recorder.is_truncated:
             self._handle_broken_response("the worker ended its answer without a finish reason")
-        else:
+        elif head.body.is_complete:
             self._complete(head, reusable=head.keep_alive and not surplus)
+        elif context.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
+            self._proxy.core.record_progress(context.request_id, context.progress.read_count, now)
 
     def _forward_content(self, head: ResponseHead, content: bytes, now: float) -> None:
         """Send the next content of an answer to the client, and report the model's first output.

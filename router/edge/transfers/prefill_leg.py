@@ -74,7 +74,7 @@ class PrefillLeg:
         self._source = handover.source.worker_id
         self.times = PrefillTimes(self._source, proxy.now())
         self._original_body, self._path = _get_original_request(exchange.context)
-        """Request without the fields about KV. Path of the requests to both workers; None: the client's path."""
+        """Body without the fields about KV, and path of the requests to both workers; None: the client's path."""
 
         # The request to the source, and its answer.
         self._body: Body = ()
@@ -99,10 +99,7 @@ class PrefillLeg:
         return self.handover.source.transfer.needs_partner
 
     def start(self) -> None:
-        """Have the prefill's worker compute the prompt: send it the request, usually limited to one token.
-
-        Fields that are added tell the worker where its KV goes.
-        """
+        """Have the source compute the prompt: send it the request, usually for one token, with fields about the KV."""
         kv_fields = self.handover.make_prefill_fields()
         try:
             if self.handover.shortens_prefill:
@@ -192,7 +189,7 @@ class PrefillLeg:
     def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
         """Read bytes of an answer, and tell the exchange when it is complete."""
         content, surplus = head.body.feed(data)
-        if not self.handover.is_concurrent:
+        if not self.handover.is_concurrent:  # else the answer says nothing about the KV
             self._content += content
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
