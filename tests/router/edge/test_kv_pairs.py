@@ -248,6 +248,7 @@ def test_the_only_decoding_worker_answers_with_another_prefill_worker(
         async def decode(request: Any, reader: Any, writer: Any) -> None:
             nonlocal decodes
             decodes += 1
+            await edge.until(lambda: upstreams["p"].received)
             await (fail if decodes <= failing_decodes else workers.decode)(request, reader, writer)
 
         gate = asyncio.Event()
