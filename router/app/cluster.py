@@ -32,8 +32,8 @@ from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.prober import Prober
 from router.fleet.worker_checkpoints import WorkerCheckpoints
-from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_monitor import FleetContext
+from router.fleet.worker_settings import parse_worker_flag
 from router.host_names import HostNames
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
@@ -142,8 +142,8 @@ class Cluster:
     def follow_workers(self) -> None:
         """Begin to probe the configured workers. Raises ConfigError for a bad workers file."""
         config = self._config
-        for flag in config.worker_flags:
-            self.fleet.watch(flag, origin="operator")
+        for settings in config.worker_flags:
+            self.fleet.watch(settings, origin="operator")
         for url in config.worker_dns:
             self.fleet.follow_name(parse_worker_flag(url))
         for spec in config.kubernetes:
@@ -201,10 +201,10 @@ class Cluster:
             self.fleet.check_soon(decision.worker)
 
 
-def is_worker_serving(core: RouterCore, flag: RemoteWorker, model: str) -> bool:
-    """Return whether a worker is up, at the address that `flag` names, and serves a base model."""
-    worker = core.workers.get(flag.worker_id)
-    if worker is None or worker.is_down or worker.spec.url != flag.url:
+def is_worker_serving(core: RouterCore, settings: RemoteWorker, model: str) -> bool:
+    """Return whether a worker is up, at the address that `settings` names, and serves a base model."""
+    worker = core.workers.get(settings.worker_id)
+    if worker is None or worker.is_down or worker.spec.url != settings.url:
         return False
     return any(served.base == model for served in worker.spec.models)
 

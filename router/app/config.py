@@ -18,8 +18,8 @@ from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
 from router.edge.config import EdgeConfig
 from router.fleet.config import FleetConfig
 from router.fleet.kubernetes import KubernetesSource
-from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_lists import read_workers_file
+from router.fleet.worker_settings import WorkerSettings, parse_worker_flag
 from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PromptWorkerConfig
@@ -179,7 +179,7 @@ class ProcessConfig:
         return frozenset(KINDS_BY_DIALECT)
 
     @property
-    def worker_flags(self) -> list[WorkerFlag]:
+    def worker_flags(self) -> list[WorkerSettings]:
         return [parse_worker_flag(text) for text in self.workers]
 
     @property

@@ -32,7 +32,7 @@ from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
 from router.edge.forwarded_heads import RANK_HEADER
 from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
-from router.fleet.worker_flag import WorkerFlag
+from router.fleet.worker_settings import WorkerSettings
 from router.http_client import FetchError, fetch, make_key_headers, open_session
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.encode import build_tokenize_request
@@ -90,12 +90,16 @@ class WorkerCheck:
     """
 
     def __init__(
-        self, flag: WorkerFlag, session: aiohttp.ClientSession, tokenizers: ModelTokenizers, headers: dict[str, str]
+        self,
+        settings: WorkerSettings,
+        session: aiohttp.ClientSession,
+        tokenizers: ModelTokenizers,
+        headers: dict[str, str],
     ) -> None:
-        self._flag = flag
+        self._settings = settings
         self._session = session
         self._tokenizers = tokenizers
-        self._headers = headers if flag.sends_api_key else {}
+        self._headers = headers if settings.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
         self._facts: WorkerFacts
         """Result of the first step."""
@@ -111,7 +115,7 @@ class WorkerCheck:
         yield address_finding
         if not address_finding.is_ok:
             return
-        await self._tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
+        await self._tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._settings)
         yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
             "template", "/v1/chat/completions", {"messages": SAMPLE_MESSAGES, "tools": SAMPLE_TOOLS}
@@ -128,12 +132,12 @@ class WorkerCheck:
         """Ask the worker what it is and which models it serves, and report whether that worked."""
         if await self._is_router():
             text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
-            return Finding("address", False, f"{self._flag.url} {text}")
+            return Finding("address", False, f"{self._settings.url} {text}")
         try:
-            self._facts = await self._prober.probe(self._flag)
+            self._facts = await self._prober.probe(self._settings)
         except (FetchError, DecodeError) as error:
             step = "key" if is_key_refused(str(error)) else "address"
-            return Finding(step, False, f"{error}: {suggest_remedy(self._flag, str(error))}")
+            return Finding(step, False, f"{error}: {suggest_remedy(self._settings, str(error))}")
         models = self._facts.spec.models
         base_models = [model for model in models if model.lora is None]
         self._model = (base_models or models)[0]  # a worker may list adapters only
@@ -171,7 +175,7 @@ class WorkerCheck:
         """Return whether the address is a router of ours, told by its /health."""
         try:
             _, answer = await fetch(
-                self._session, self._flag.url + "/health", seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES
+                self._session, self._settings.url + "/health", seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES
             )
             health = json.loads(answer or b"null")
         except (FetchError, ValueError, RecursionError):
@@ -202,14 +206,14 @@ class WorkerCheck:
         if list(router_ids) == worker_ids:
             return Finding(step, True, f"{len(router_ids)} tokens, the same here and there")
         position = _count_common_tokens(router_ids, worker_ids)
-        flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
+        option = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
         text = f"read otherwise from token {position} on ({len(router_ids)} tokens here, {len(worker_ids)} there)"
-        return Finding(step, False, f"{text}: give the router the worker's, {flag}")
+        return Finding(step, False, f"{text}: give the router the worker's, {option}")
 
     def _report_no_source(self) -> Finding:
-        if self._flag.no_events:
+        if self._settings.no_events:
             return Finding("events", None, "switched off for this worker (events=none): its cache is guessed")
-        host = urlsplit(self._flag.url).hostname
+        host = urlsplit(self._settings.url).hostname
         text = f"the worker publishes none: it offers no /kv_event_sources and nobody listens on {host}:5557"
         return Finding("events", False, f"{text}. vLLM: {EVENTS_FLAG}; on another port say events=tcp://HOST:PORT")
 
@@ -399,7 +403,7 @@ class WorkerCheck:
             headers[RANK_HEADER] = str(self._facts.sources[0].data_parallel_rank)
         try:
             status, answer = await fetch(
-                self._session, self._flag.url + path, method="POST", headers=headers, data=body,
+                self._session, self._settings.url + path, method="POST", headers=headers, data=body,
                 seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES,
             )  # fmt: skip
             content = json.loads(answer)
@@ -486,7 +490,7 @@ def _format_error(answer: object) -> str:
 
 
 async def check_workers(
-    flags: Sequence[WorkerFlag],
+    workers: Sequence[WorkerSettings],
     *,
     key: str | None = None,
     tokenizer: str | None = None,
@@ -502,6 +506,6 @@ async def check_workers(
             executor, ConversationReader(0), None, override=tokenizer, chat_template=chat_template
         )
         async with open_session(tls) as session:
-            for flag in flags:
-                async for finding in WorkerCheck(flag, session, tokenizers, make_key_headers(key)).run():
-                    yield flag.worker_id, finding
+            for settings in workers:
+                async for finding in WorkerCheck(settings, session, tokenizers, make_key_headers(key)).run():
+                    yield settings.worker_id, finding

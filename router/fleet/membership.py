@@ -17,9 +17,9 @@ from options import ConfigError
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.retries import run_forever
-from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
 from router.fleet.worker_monitor import FleetContext, WorkerMonitor
+from router.fleet.worker_settings import WorkerSettings, parse_worker_flag, parse_worker_settings
 from router.http_client import FetchError
 
 log = logging.getLogger("router")
@@ -53,28 +53,28 @@ class Fleet:
         self._discovered_s = -math.inf
         """Time when the last such task ended."""
 
-    def add(self, settings: dict[str, Any]) -> str:
+    def add(self, values: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
-        flag = parse_worker_settings(settings)
-        self.watch(flag, origin="operator")
-        return flag.worker_id
+        settings = parse_worker_settings(values)
+        self.watch(settings, origin="operator")
+        return settings.worker_id
 
-    def watch(self, flag: WorkerFlag, *, origin: str) -> None:
+    def watch(self, settings: WorkerSettings, *, origin: str) -> None:
         """Start to probe a worker that the list `origin` names. It replaces one with the same id and other settings."""
-        existing = self._monitors.get(flag.worker_id)
-        if existing is not None and existing.flag == flag:
+        existing = self._monitors.get(settings.worker_id)
+        if existing is not None and existing.settings == settings:
             existing.origins.add(origin)
-            worker = self._core.workers.get(flag.worker_id)
+            worker = self._core.workers.get(settings.worker_id)
             if worker is None or worker.is_down:
                 existing.wake.set()  # whoever names the worker expects it to be there
             return
-        monitor = WorkerMonitor(flag, origin, self._context)
+        monitor = WorkerMonitor(settings, origin, self._context)
         if existing is not None:
             existing.cancel()
-            if existing.flag.url != flag.url:
-                self._context.checkpoints.remove_worker(existing.flag)
+            if existing.settings.url != settings.url:
+                self._context.checkpoints.remove_worker(existing.settings)
             monitor.readiness = existing.readiness
-        self._monitors[flag.worker_id] = monitor
+        self._monitors[settings.worker_id] = monitor
         monitor.start()
 
     def remove(self, worker_id: str) -> None:
@@ -84,7 +84,7 @@ class Fleet:
             return
         monitor.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._context.checkpoints.remove_worker(monitor.flag)
+        self._context.checkpoints.remove_worker(monitor.settings)
         self._feed.forget(worker_id)
         self._context.perform(self._core.remove_worker(worker_id, self._now()))
 
@@ -154,7 +154,7 @@ class Fleet:
     def may_receive_api_key(self, worker_id: str) -> bool:
         """Return whether a worker may be sent the workers' API key."""
         monitor = self._monitors.get(worker_id)
-        return monitor is not None and monitor.flag.sends_api_key
+        return monitor is not None and monitor.settings.sends_api_key
 
     def list_starting_reasons(self) -> dict[str, str]:
         """Return why each worker that was never reached is not available, by its id."""
@@ -176,13 +176,13 @@ class Fleet:
         self._update_origin("file", read_workers_file(path))
         self._keep_running(lambda: watch_file(path, partial(self._update_origin, "file")))
 
-    def follow_name(self, flag: WorkerFlag) -> None:
-        """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
-        origin = f"dns {flag.url}"
+    def follow_name(self, settings: WorkerSettings) -> None:
+        """Add a worker for each address that the host of `settings` resolves to, and follow changes."""
+        origin = f"dns {settings.url}"
         self._unread_origins.add(origin)
         update = partial(self._update_origin, origin)
         host_names, every_s = self._context.prober.host_names, self._context.config.names_s
-        self._keep_running(lambda: watch_host_name(host_names, flag, every_s, update))
+        self._keep_running(lambda: watch_host_name(host_names, settings, every_s, update))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Add the endpoints of a Service or InferencePool, and follow changes. Unready ones get no new requests."""
@@ -197,30 +197,32 @@ class Fleet:
         added as a worker when it is ready for the first time.
         """
         workers = self._core.workers
-        is_ready_by_flag = {
+        is_ready_by_settings = {
             parse_worker_flag(f"http://{address}"): is_ready for address, is_ready in is_ready_by_address.items()
         }
-        listed_flags = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
-        self._update_origin(origin, listed_flags)
-        unready_ids = {flag.worker_id for flag, is_ready in is_ready_by_flag.items() if not is_ready}
+        listed = [
+            settings for settings, is_ready in is_ready_by_settings.items() if is_ready or settings.worker_id in workers
+        ]
+        self._update_origin(origin, listed)
+        unready_ids = {settings.worker_id for settings, is_ready in is_ready_by_settings.items() if not is_ready}
         for worker_id, monitor in self._monitors.items():
             if worker_id in workers:
                 monitor.record_readiness(origin, is_ready=worker_id not in unready_ids)
 
-    def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
+    def _update_origin(self, origin: str, listed_workers: list[WorkerSettings]) -> None:
         """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
         self._unread_origins.discard(origin)
-        listed_ids = {flag.worker_id for flag in flags}
+        listed_ids = {settings.worker_id for settings in listed_workers}
         for worker_id, monitor in list(self._monitors.items()):
             if origin in monitor.origins and worker_id not in listed_ids:
                 monitor.origins.discard(origin)
                 if not monitor.origins:
                     log.info("worker %s left %s", worker_id, origin)
                     self.remove(worker_id)
-        for flag in flags:
-            listed = self._monitors.get(flag.worker_id)
-            if listed is None or origin not in listed.origins or listed.flag != flag:
-                self.watch(flag, origin=origin)
+        for settings in listed_workers:
+            listed = self._monitors.get(settings.worker_id)
+            if listed is None or origin not in listed.origins or listed.settings != settings:
+                self.watch(settings, origin=origin)
 
     def _keep_running(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Follow a list of workers in the background until `close`."""

@@ -36,7 +36,6 @@ from router.decide.workers import (
     TransferFacts,
     WorkerSpec,
 )
-from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import (
     UNKNOWN_SIZES,
     EngineSizes,
@@ -52,6 +51,7 @@ from router.fleet.worker_responses import (
     read_sources,
     select_metric_lines,
 )
+from router.fleet.worker_settings import WorkerSettings
 from router.host_names import HostNames
 from router.http_client import FetchError, fetch
 
@@ -128,7 +128,7 @@ def is_key_refused(reason: str) -> bool:
     return "answers 401" in reason or "answers 403" in reason
 
 
-def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
+def suggest_remedy(settings: WorkerSettings, reason: str) -> str:
     """Return what an operator can do about a worker that could not be probed for this reason."""
     if is_key_refused(reason):
         return "give the worker's key, --worker-api-key"
@@ -138,26 +138,26 @@ def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
         return "renew its certificate, or set this machine's clock"
     if "certificate" in reason:
         return "name who has signed it, --worker-tls-ca FILE"
-    if "disconnected" in reason and flag.url.startswith("http://"):
+    if "disconnected" in reason and settings.url.startswith("http://"):
         return "does it speak HTTPS? Then name it with https://"
-    return f"is {flag.url} the address of its OpenAI API, and does it run?"
+    return f"is {settings.url} the address of its OpenAI API, and does it run?"
 
 
-def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
+def make_configured_sources(settings: WorkerSettings) -> tuple[EventSource, ...]:
     """Return the event sources of an operator's endpoints. Whether they offer snapshots is unknown."""
     return tuple(
         EventSource(
             data_parallel_rank=rank,
             endpoint=endpoint,
-            replay_endpoint=flag.replay[rank] if flag.replay else None,
-            topic=flag.topic,
+            replay_endpoint=settings.replay[rank] if settings.replay else None,
+            topic=settings.topic,
         )
-        for rank, endpoint in enumerate(flag.events)
+        for rank, endpoint in enumerate(settings.events)
     )
 
 
 def make_transfer_facts(
-    flag: WorkerFlag,
+    settings: WorkerSettings,
     models: Sequence[ServedModel],
     sources: Sequence[EventSource],
     block_size: int | None,
@@ -165,11 +165,11 @@ def make_transfer_facts(
 ) -> TransferFacts:
     """Return how a worker exchanges KV blocks with other workers, such as blocks of prompts that another one computes.
 
-    If the worker's settings (`flag`) name no transfer protocol, the worker's own offer counts: the engine of this
+    If the worker's settings name no transfer protocol, the worker's own offer counts: the engine of this
     project sends one with its event sources. Workers with the same `group` can exchange KV. Here, a group has the same
     protocol, model and block size. A worker with one role does one thing: "prefill" gives KV, "decode" takes KV.
     """
-    protocol, offer = flag.kv, sources[0].kv_transfer if sources else None
+    protocol, offer = settings.kv, sources[0].kv_transfer if sources else None
     if not protocol:
         if offer is None:
             return NO_TRANSFERS
@@ -187,21 +187,21 @@ def make_transfer_facts(
     return TransferFacts(
         group=f"{protocol} {models[0].base}{block_text}",
         kinds=KINDS_BY_DIALECT[protocol],
-        can_give=_may_give_kv(flag) and has_required_ids,
-        can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
+        can_give=_may_give_kv(settings) and has_required_ids,
+        can_take=DECODE_ROLE in settings.roles or PREFILL_ROLE not in settings.roles,
         dialect=protocol,
-        address="" if protocol == NIXL else _get_bootstrap_address(flag),
+        address="" if protocol == NIXL else _get_bootstrap_address(settings),
         engine_ids=engine_ids,
         needs_partner=protocol == SGLANG,  # a prefill and a decode worker of SGLang serve a request together
     )
 
 
-def _may_give_kv(flag: WorkerFlag) -> bool:
-    return PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles
+def _may_give_kv(settings: WorkerSettings) -> bool:
+    return PREFILL_ROLE in settings.roles or DECODE_ROLE not in settings.roles
 
 
-def _get_bootstrap_address(flag: WorkerFlag) -> str:
-    return flag.bootstrap or f"{bracket_host(urlsplit(flag.url).hostname or '')}:{BOOTSTRAP_PORT}"
+def _get_bootstrap_address(settings: WorkerSettings) -> str:
+    return settings.bootstrap or f"{bracket_host(urlsplit(settings.url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
 def _is_refusal(error: FetchError) -> bool:
@@ -264,18 +264,18 @@ class Prober:
         self._trusts_endpoints = trusts_endpoints
         self._kv_dialects = kv_dialects
 
-    async def check_health(self, flag: WorkerFlag) -> str | None:
+    async def check_health(self, settings: WorkerSettings) -> str | None:
         """Return None if `/health` answers 200, else the reason. A worker without a URL is taken as healthy."""
-        if not flag.url:
+        if not settings.url:
             return None
         try:
-            status, _ = await self._get(flag, "/health")
+            status, _ = await self._get(settings, "/health")
         except FetchError as error:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
     async def probe(
-        self, flag: WorkerFlag, earlier_facts: WorkerFacts | None = None, restart_count: int = 0
+        self, settings: WorkerSettings, earlier_facts: WorkerFacts | None = None, restart_count: int = 0
     ) -> WorkerFacts:
         """Ask a worker for its models, event sources, cache size and sleep state. Raises FetchError, DecodeError.
 
@@ -283,13 +283,13 @@ class Prober:
         `earlier_facts`: result of the previous probe; facts that the same engine does not report now are taken from it.
         `restart_count`: restarts of the engine that its event streams have shown.
         """
-        served = await self.fetch_models(flag)
+        served = await self.fetch_models(settings)
         earlier_sources = () if earlier_facts is None else earlier_facts.sources
-        answers = await self._ask_at_once(flag, served.engine, earlier_sources)
+        answers = await self._ask_at_once(settings, served.engine, earlier_sources)
         sources, (engine_ids, ids_problem) = answers.sources, answers.engine_ids
         if ids_problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
-            log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, ids_problem)
-        sizes = await self._find_sizes(flag, served.engine, answers.metrics)
+            log.warning("worker %s does not name its engines for KV: %s", settings.worker_id, ids_problem)
+        sizes = await self._find_sizes(settings, served.engine, answers.metrics)
         is_asleep = are_ranks_asleep(read_loads(answers.metrics, max(1, len(sources))))
 
         is_new_engine = earlier_facts is None or not earlier_facts.may_be_same_engine(
@@ -301,7 +301,7 @@ class Prober:
         elif is_asleep is None:
             is_asleep = False  # a new engine is awake
         return WorkerFacts(
-            spec=self._make_spec(flag, served, sources, sizes, engine_ids or ()),
+            spec=self._make_spec(settings, served, sources, sizes, engine_ids or ()),
             sources=sources,
             roots=served.roots,
             sizes=sizes,
@@ -312,55 +312,59 @@ class Prober:
             is_new_engine=is_new_engine,
         )
 
-    async def _ask_at_once(self, flag: WorkerFlag, engine: str, earlier_sources: tuple[EventSource, ...]) -> _Answers:
+    async def _ask_at_once(
+        self, settings: WorkerSettings, engine: str, earlier_sources: tuple[EventSource, ...]
+    ) -> _Answers:
         """Ask what does not depend on other answers. Raises FetchError, DecodeError if the sources are unknown."""
-        sources_task = asyncio.ensure_future(self._find_sources(flag, engine, earlier_sources))
-        bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
-        metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
+        sources_task = asyncio.ensure_future(self._find_sources(settings, engine, earlier_sources))
+        bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(settings))
+        metrics_task = asyncio.ensure_future(self._fetch_metrics(settings))
         # An exception stays in its task, so that all answers are awaited.
         await asyncio.gather(sources_task, bootstrap_task, metrics_task, return_exceptions=True)
         sources = sources_task.result()  # raises the exception of the task, if it has one
-        if flag.reannounces:
+        if settings.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
         return _Answers(sources, _read_engine_ids(bootstrap_task, max(1, len(sources))), metrics_task.result())
 
     def _make_spec(
         self,
-        flag: WorkerFlag,
+        settings: WorkerSettings,
         served: ModelList,
         sources: tuple[EventSource, ...],
         sizes: EngineSizes,
         engine_ids: tuple[str, ...],
     ) -> WorkerSpec:
         """Return the description of a worker that routing uses: what its operator has set, else what it reports."""
-        block_size = flag.block_size
+        block_size = settings.block_size
         if sources and block_size is None:  # an estimated cache has blocks of the router's own size
             block_size = sources[0].block_size or sizes.block_size
-        transfer = make_transfer_facts(flag, served.models, sources, block_size, engine_ids)
-        can_transfer = bool(flag.url) and transfer.dialect in self._kv_dialects
+        transfer = make_transfer_facts(settings, served.models, sources, block_size, engine_ids)
+        can_transfer = bool(settings.url) and transfer.dialect in self._kv_dialects
         return WorkerSpec(
-            worker_id=flag.worker_id,
-            url=flag.url,
+            worker_id=settings.worker_id,
+            url=settings.url,
             models=served.models,
-            roles=flag.roles,
+            roles=settings.roles,
             ranks=max(1, len(sources)),
             engine=served.engine,
             cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
-            cache_tokens=flag.cache_tokens or sizes.cache_tokens,
+            cache_tokens=settings.cache_tokens or sizes.cache_tokens,
             host_tokens=sizes.host_tokens,
-            max_num_seqs=flag.max_num_seqs or sizes.max_num_seqs,
+            max_num_seqs=settings.max_num_seqs or sizes.max_num_seqs,
             step_tokens=sizes.step_tokens,
             block_size=block_size,
-            is_shortest_first=sizes.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
+            is_shortest_first=sizes.is_shortest_first
+            if settings.is_shortest_first is None
+            else settings.is_shortest_first,
             transfer=transfer if can_transfer else NO_TRANSFERS,
         )
 
-    async def fetch_models(self, flag: WorkerFlag) -> ModelList:
+    async def fetch_models(self, settings: WorkerSettings) -> ModelList:
         """Return the models that a worker serves, at least one. Raises FetchError, DecodeError."""
-        if not flag.url:
-            roots = {flag.model: flag.root} if flag.root else {}
-            return ModelList((ServedModel(flag.model, flag.model),), roots)
-        status, body = await self._get(flag, "/v1/models")
+        if not settings.url:
+            roots = {settings.model: settings.root} if settings.root else {}
+            return ModelList((ServedModel(settings.model, settings.model),), roots)
+        status, body = await self._get(settings, "/v1/models")
         if status != 200:
             raise DecodeError(f"/v1/models answers {status}")
         served = read_models(body)
@@ -369,7 +373,7 @@ class Prober:
         return served
 
     async def _find_sources(
-        self, flag: WorkerFlag, engine: str, known_sources: tuple[EventSource, ...]
+        self, settings: WorkerSettings, engine: str, known_sources: tuple[EventSource, ...]
     ) -> tuple[EventSource, ...]:
         """Return where a worker publishes its cache events: one source for each rank, none if it publishes nothing.
 
@@ -377,35 +381,35 @@ class Prober:
         Without a report, vLLM's default port is used if something listens there. `known_sources`: result of the last
         call, which is returned again while the worker answers with another error, or the port not at all.
         """
-        if flag.no_events:
+        if settings.no_events:
             return ()
-        if flag.events:
-            return make_configured_sources(flag)
-        status, body = await self._get(flag, "/kv_event_sources")
+        if settings.events:
+            return make_configured_sources(settings)
+        status, body = await self._get(settings, "/kv_event_sources")
         has_no_report = status in NOT_OFFERED
-        sources = read_sources(body, flag.url) if status == 200 else ()
+        sources = read_sources(body, settings.url) if status == 200 else ()
         if has_no_report and engine not in (VLLM, BLOCKCAST):
-            info_status, body = await self._get(flag, "/server_info")
-            sources = read_publisher(body, flag.url) if info_status == 200 else ()
+            info_status, body = await self._get(settings, "/server_info")
+            sources = read_publisher(body, settings.url) if info_status == 200 else ()
         if status == 200 or sources:
             if not self._trusts_endpoints:
-                await self._check_hosts(flag, sources)
+                await self._check_hosts(settings, sources)
             return sources
         if known_sources and not has_no_report:
             return known_sources  # the worker or its proxy may be busy, so its sources are taken as unchanged
-        host = urlsplit(flag.url).hostname or "127.0.0.1"
+        host = urlsplit(settings.url).hostname or "127.0.0.1"
         is_listening = await self.is_listening(host, DEFAULT_PORT)
         if is_listening is None:  # no reply in time
             return known_sources
-        return (make_default_source(host, flag.topic),) if is_listening else ()
+        return (make_default_source(host, settings.topic),) if is_listening else ()
 
-    async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
+    async def _check_hosts(self, settings: WorkerSettings, sources: tuple[EventSource, ...]) -> None:
         """Raise DecodeError if a worker names an event endpoint on another host.
 
         A worker could make the router connect to hosts that the worker itself cannot reach. So the router does that
         only if the operator allows it.
         """
-        worker_host = urlsplit(flag.url).hostname or ""
+        worker_host = urlsplit(settings.url).hostname or ""
         own_hosts: set[str] = set()  # the endpoints of many ranks name the same host, which is resolved once
         for source in sources:
             for endpoint in list_endpoints(source):
@@ -434,14 +438,14 @@ class Prober:
             return set()
         return {str(address[0]).partition("%")[0] for *_, address in address_infos}
 
-    async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+    async def fetch_loads(self, settings: WorkerSettings, ranks: int) -> list[EngineLoad | None]:
         """Return the load that each rank reports; None for a rank that reports none."""
-        return read_loads(await self._fetch_metrics(flag), ranks)
+        return read_loads(await self._fetch_metrics(settings), ranks)
 
-    async def _fetch_metrics(self, flag: WorkerFlag) -> str:
+    async def _fetch_metrics(self, settings: WorkerSettings) -> str:
         """Return the lines of the worker's `/metrics` that are used; empty if there are none."""
         try:
-            status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
+            status, body = await self._get(settings, "/metrics", METRICS_BYTES_MAX)
         except FetchError:
             return ""
         metric_chunks = []
@@ -450,7 +454,7 @@ class Prober:
             await asyncio.sleep(0)
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
-    async def _find_sizes(self, flag: WorkerFlag, engine: str, metrics: str) -> EngineSizes:
+    async def _find_sizes(self, settings: WorkerSettings, engine: str, metrics: str) -> EngineSizes:
         """Return the sizes that a worker's metrics tell, or else, of SGLang, its `/server_info`."""
         sizes = read_engine_sizes(metrics, reserved_blocks=int(engine == VLLM))  # vLLM keeps a block of each rank
         if engine != BLOCKCAST:  # others cache no prefixes in host memory; vLLM reports its swap space there
@@ -458,7 +462,7 @@ class Prober:
         if sizes.cache_tokens or engine in (VLLM, BLOCKCAST):
             return sizes
         try:
-            status, body = await self._get(flag, "/server_info")
+            status, body = await self._get(settings, "/server_info")
             server_info = read_server_info(body) if status == 200 else UNKNOWN_SIZES
         except (FetchError, DecodeError):
             return sizes
@@ -466,21 +470,21 @@ class Prober:
             cache_tokens=server_info.cache_tokens, step_tokens=sizes.step_tokens or server_info.step_tokens
         )
 
-    async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
+    async def _get(self, settings: WorkerSettings, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
         """Return the status and the body of an answer; a worker without a URL answers 404. Raises FetchError."""
-        if not flag.url:
+        if not settings.url:
             return 404, b""
-        headers = self._headers if flag.sends_api_key else None
+        headers = self._headers if settings.sends_api_key else None
         return await fetch(
-            self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
+            self._session, f"{settings.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 
-    async def _fetch_bootstrap(self, flag: WorkerFlag) -> tuple[int, bytes] | None:
+    async def _fetch_bootstrap(self, settings: WorkerSettings) -> tuple[int, bytes] | None:
         """Return status and body of Mooncake's `GET /query`; None if it gives no KV. Raises FetchError."""
-        may_give_through_mooncake = flag.kv == MOONCAKE and bool(flag.url) and _may_give_kv(flag)
+        may_give_through_mooncake = settings.kv == MOONCAKE and bool(settings.url) and _may_give_kv(settings)
         if not may_give_through_mooncake or MOONCAKE not in self._kv_dialects:
             return None
-        url = f"http://{_get_bootstrap_address(flag)}/query"
+        url = f"http://{_get_bootstrap_address(settings)}/query"
         status, body = await fetch(self._session, url, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
         if status != 200 and status not in NOT_OFFERED:
             raise FetchError(f"/query answers {status}")

@@ -12,7 +12,7 @@ from prompts.tokenizer import Checkpoint, find_checkpoint
 from router.decide.workers import Worker
 from router.fleet.prober import WorkerFacts
 from router.fleet.retries import run_with_timeout
-from router.fleet.worker_flag import WorkerFlag
+from router.fleet.worker_settings import WorkerSettings
 from router.prompting.model_tokenizers import ModelTokenizers
 
 TOKENIZER_S_MAX = 60.0
@@ -29,22 +29,26 @@ class WorkerCheckpoints:
         self._checkpoints: dict[str, dict[str, Checkpoint]] = {}
         """Worker -> base model -> files on this machine, as they were when the worker was found or had restarted."""
 
-    async def update(self, flag: WorkerFlag, facts: WorkerFacts, *, is_restarted: bool, has_changed: bool) -> None:
+    async def update(
+        self, settings: WorkerSettings, facts: WorkerFacts, *, is_restarted: bool, has_changed: bool
+    ) -> None:
         """Load the tokenizers of a worker's models before it gets its first request, or if its files were replaced.
 
         `is_restarted`: its engine may have read other files than before. `has_changed`: its facts are new ones.
         """
-        known = {} if is_restarted else self._checkpoints.get(flag.worker_id, {})
-        self._checkpoints[flag.worker_id] = known | find_checkpoints(facts, known)
-        is_replaced = self._forget_replaced(flag.worker_id, facts)
+        known = {} if is_restarted else self._checkpoints.get(settings.worker_id, {})
+        self._checkpoints[settings.worker_id] = known | find_checkpoints(facts, known)
+        is_replaced = self._forget_replaced(settings.worker_id, facts)
         if is_replaced or is_restarted or has_changed:
             for base in sorted({model.base for model in facts.spec.models}):
-                await run_with_timeout(TOKENIZER_S_MAX, self._tokenizers.discover(base, facts.roots.get(base), flag))
+                await run_with_timeout(
+                    TOKENIZER_S_MAX, self._tokenizers.discover(base, facts.roots.get(base), settings)
+                )
 
-    def remove_worker(self, flag: WorkerFlag) -> None:
+    def remove_worker(self, settings: WorkerSettings) -> None:
         """Forget a worker. The tokenizers of its models stay."""
-        self._checkpoints.pop(flag.worker_id, None)
-        self._tokenizers.remove_worker(flag.url)
+        self._checkpoints.pop(settings.worker_id, None)
+        self._tokenizers.remove_worker(settings.url)
 
     def _forget_replaced(self, worker_id: str, facts: WorkerFacts) -> bool:
         """Forget the tokenizer of each model that a worker loaded from another checkpoint; return whether any was.

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
 from options.addresses import bracket_host, get_default_port
-from router.fleet.worker_flag import WorkerFlag, derive_worker_id, parse_worker_flag
+from router.fleet.worker_settings import WorkerSettings, derive_worker_id, parse_worker_flag
 from router.host_names import HostNames
 
 log = logging.getLogger("router")
@@ -24,10 +24,10 @@ NAME_HOSTS_MAX = 4096
 FILE_POLL_S = 1.0
 """Time between two looks at a file."""
 
-WorkerListCallback = Callable[[list[WorkerFlag]], None]
+WorkerListCallback = Callable[[list[WorkerSettings]], None]
 
 
-def read_workers_file(path: Path) -> list[WorkerFlag]:
+def read_workers_file(path: Path) -> list[WorkerSettings]:
     """Read a file with one `--worker` value a line; `#` begins a comment. Raises ConfigError."""
     try:
         content = path.read_bytes()
@@ -36,24 +36,24 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
     return _parse_workers_file(path, content)
 
 
-def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
+def _parse_workers_file(path: Path, content: bytes) -> list[WorkerSettings]:
     """Return the workers in the content of a file. Raises ConfigError, which names `path` and the wrong line."""
     try:
         lines = content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--workers-file {path}: {error}") from error
-    flag_by_id: dict[str, WorkerFlag] = {}
+    settings_by_id: dict[str, WorkerSettings] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         try:
-            flag = parse_worker_flag(text)
-            if flag_by_id.setdefault(flag.worker_id, flag) != flag:
-                raise ConfigError(f"worker {flag.worker_id} is given twice, with other settings")
+            settings = parse_worker_flag(text)
+            if settings_by_id.setdefault(settings.worker_id, settings) != settings:
+                raise ConfigError(f"worker {settings.worker_id} is given twice, with other settings")
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}") from error
-    return list(flag_by_id.values())
+    return list(settings_by_id.values())
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
@@ -89,7 +89,7 @@ def _read_version(path: Path) -> tuple[int, bytes]:
 
 
 async def watch_host_name(
-    host_names: HostNames, template: WorkerFlag, every_s: float, update: WorkerListCallback
+    host_names: HostNames, template: WorkerSettings, every_s: float, update: WorkerListCallback
 ) -> None:
     """Resolve the host name of a worker's URL every `every_s` seconds, and call `update` with a worker per address.
 

@@ -24,8 +24,8 @@ from router.fleet.peer_snapshots import PeerClient
 from router.fleet.prober import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.retries import double_pause, run_forever, run_with_timeout
 from router.fleet.worker_checkpoints import WorkerCheckpoints
-from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import are_ranks_asleep
+from router.fleet.worker_settings import WorkerSettings
 from router.http_client import FetchError
 
 log = logging.getLogger("router")
@@ -103,10 +103,10 @@ class WorkerMonitor:
     is healthy.
     """
 
-    def __init__(self, flag: WorkerFlag, origin: str, fleet: FleetContext) -> None:
-        """`flag`: settings as a `--worker` option has them. `origin`: the list that names the worker."""
-        self.flag = flag
-        self.worker_id = flag.worker_id
+    def __init__(self, settings: WorkerSettings, origin: str, fleet: FleetContext) -> None:
+        """`settings`: as a `--worker` option has them. `origin`: the list that names the worker."""
+        self.settings = settings
+        self.worker_id = settings.worker_id
         self.origins = {origin}
         """Lists that name the worker: `operator`, `file`, a host name or an object of Kubernetes."""
         self.configured_s = fleet.now()
@@ -200,7 +200,7 @@ class WorkerMonitor:
         pause_s = fleet.config.starting_s if was_down else fleet.config.health_s
         is_suspected = await self._pause(pause_s)  # a failed request ends the pause early
         started_s = fleet.now()
-        problem = await fleet.prober.check_health(self.flag)
+        problem = await fleet.prober.check_health(self.settings)
         if problem is not None:
             self._record_failed_check(problem, started_s, is_suspected=is_suspected)
             return
@@ -256,7 +256,7 @@ class WorkerMonitor:
     async def poll_models(self) -> None:
         """Ask the worker for its models, and probe it anew if they changed: LoRA adapters, or another process."""
         try:
-            model_list = await self._fleet.prober.fetch_models(self.flag)
+            model_list = await self._fleet.prober.fetch_models(self.settings)
         except (FetchError, DecodeError) as error:
             self._record_problem(str(error))
             return
@@ -270,7 +270,7 @@ class WorkerMonitor:
         fleet = self._fleet
         in_flight = fleet.core.count_in_flight_by_rank(self.worker_id)
         try:
-            loads = await fleet.prober.fetch_loads(self.flag, len(in_flight))
+            loads = await fleet.prober.fetch_loads(self.settings, len(in_flight))
             fleet.core.record_engine_load(self.worker_id, loads, in_flight, fleet.now())
             is_asleep = are_ranks_asleep(loads)
             if is_asleep is not None:
@@ -324,7 +324,7 @@ class WorkerMonitor:
         fleet, earlier_facts, was_down = self._fleet, self.facts, self._is_down
         self.poll_times.probed_s = fleet.now()
         try:
-            facts = await fleet.prober.probe(self.flag, earlier_facts, self.engine_restarts)
+            facts = await fleet.prober.probe(self.settings, earlier_facts, self.engine_restarts)
         except (FetchError, DecodeError) as error:
             was_up = earlier_facts is not None and not was_down
             self._record_failed_probe(str(error)[:REASON_CHARS_MAX], was_up=was_up)
@@ -335,7 +335,9 @@ class WorkerMonitor:
         if not self.is_watched():  # else the tokenizers would remember a worker that is gone
             return False
         is_restarted = was_down or facts.is_new_engine or earlier_facts is None
-        await fleet.checkpoints.update(self.flag, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts)
+        await fleet.checkpoints.update(
+            self.settings, facts, is_restarted=is_restarted, has_changed=facts != earlier_facts
+        )
         snapshots = {}
         if self.worker_id not in fleet.core.workers:
             fetching = fleet.peers.fetch_snapshots(self.worker_id, facts.sources)
@@ -357,7 +359,7 @@ class WorkerMonitor:
             self._mark_down(reason, self.poll_times.probed_s)
         is_new_kind = reason.partition(":")[0] != self.problem.partition(":")[0]
         if is_new_kind:
-            remedy = suggest_remedy(self.flag, reason)
+            remedy = suggest_remedy(self.settings, reason)
             log.warning("worker %s does not answer yet: %s: %s", self.worker_id, reason, remedy)
             self.poll_times.starting_pause_s = 0.0  # the worker makes progress, so it may answer soon
         self._record_problem(reason)
@@ -400,12 +402,12 @@ class WorkerMonitor:
         log.info("worker %s serves %s, %s", self.worker_id, model_names, events)
         if conflict := find_base_conflict(facts.spec, self._fleet.core.workers.values()):
             log.warning("worker %s: %s", self.worker_id, conflict)
-        is_known_to_lack_events = self.flag.no_events or self.has_too_many_streams
+        is_known_to_lack_events = self.settings.no_events or self.has_too_many_streams
         if is_new and not facts.sources and not is_known_to_lack_events:
             log.warning(
                 "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "
                 "%s, name its events with --worker url=%s,events=tcp://HOST:PORT, or say events=none",
-                self.worker_id, EVENTS_FLAG, self.flag.url,
+                self.worker_id, EVENTS_FLAG, self.settings.url,
             )  # fmt: skip
 
 

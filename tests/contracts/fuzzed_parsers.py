@@ -33,7 +33,7 @@ from router.edge.event_converter import EventConverter
 from router.edge.response_progress import find_usage
 from router.fleet import worker_responses
 from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
-from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_settings import parse_worker_flag
 from router.http.config import HttpLimits
 from router.http.headers import ProtocolError
 from router.http.request import BadRequest, RequestParser

@@ -24,7 +24,7 @@ from prompts.tokenizer import Tokenizer
 from router.app.cli import _print_findings
 from router.commands import check
 from router.commands.check import Finding, check_workers
-from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_settings import parse_worker_flag
 from router.picker.certificate import make_self_signed_certificate
 from router.prompting.encode import read_prompt, truncate_prompt
 

@@ -41,7 +41,6 @@ from router.fleet.peer_snapshots import PeerClient
 from router.fleet.prober import Prober, WorkerFacts, _read_engine_ids
 from router.fleet.retries import double_pause, run_forever
 from router.fleet.worker_checkpoints import WorkerCheckpoints, find_checkpoints
-from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_monitor import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
@@ -51,6 +50,7 @@ from router.fleet.worker_monitor import (
     compute_max_blocks,
 )  # fmt: skip
 from router.fleet.worker_responses import ModelList
+from router.fleet.worker_settings import WorkerSettings, normalise_url, parse_worker_flag
 from router.host_names import HostNames
 from router.http_client import FetchError
 from router.index import make_index
@@ -145,7 +145,7 @@ class DeadWorkerProber:
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+    async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
         raise FetchError(self._reasons.pop(0))
 
 
@@ -174,7 +174,7 @@ def test_a_worker_that_is_removed_while_it_is_probed_leaves_nothing(tmp_path: Pa
     spec = WorkerSpec("h:1", "http://h:1", models=(ServedModel("m", "m"),))
 
     class LateProber:
-        async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+        async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
             del fleet._monitors["h:1"]
             return WorkerFacts(spec, (), roots={"m": str(tmp_path)})
 
@@ -195,8 +195,8 @@ class RecordingProber:
         self.workers = asyncio.Queue[str]()
         self.host_names = HostNames()
 
-    async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
-        self.workers.put_nowait(flag.worker_id)
+    async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
+        self.workers.put_nowait(settings.worker_id)
         raise FetchError("refused")
 
 
@@ -234,7 +234,7 @@ def test_one_that_is_named_again_is_asked_at_once() -> None:
 class FailingProber:
     """A prober whose answers the router cannot bear."""
 
-    async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+    async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
         raise OverflowError("a number of the worker's")
 
 
@@ -284,18 +284,18 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
         def __init__(self) -> None:
             self.health_checks, self.load_polls, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
 
-        async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+        async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
             return WorkerFacts(
-                WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), cache_view=CacheView.APPROXIMATE)
+                WorkerSpec(settings.worker_id, settings.url, (ServedModel("m", "m"),), cache_view=CacheView.APPROXIMATE)
             )
 
-        async def check_health(self, flag: WorkerFlag) -> None:
+        async def check_health(self, settings: WorkerSettings) -> None:
             self.health_checks += 1
 
-        async def fetch_models(self, flag: WorkerFlag) -> ModelList:
+        async def fetch_models(self, settings: WorkerSettings) -> ModelList:
             return ModelList((ServedModel("m", "m"),), {})
 
-        async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+        async def fetch_loads(self, settings: WorkerSettings, ranks: int) -> list[EngineLoad | None]:
             self.load_polls += 1
             return await self.answers.get()
 
@@ -459,13 +459,13 @@ def test_a_mooncake_server_that_is_gone_gives_no_kv_and_one_that_is_slow_keeps_i
             prober = Prober(session, timeout_s=0.2, kv_dialects=("mooncake",))
             server = await asyncio.start_server(stay_silent, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            flag = parse_worker_flag(f"url=http://a:1,kv=mooncake,bootstrap=127.0.0.1:{port}")
-            assert await ask(prober, flag) is None
+            settings = parse_worker_flag(f"url=http://a:1,kv=mooncake,bootstrap=127.0.0.1:{port}")
+            assert await ask(prober, settings) is None
             server.close()
-            assert await ask(prober, flag) == ()
+            assert await ask(prober, settings) == ()
 
-    async def ask(prober: Prober, flag: WorkerFlag) -> tuple[str, ...] | None:
-        bootstrap = asyncio.ensure_future(prober._fetch_bootstrap(flag))
+    async def ask(prober: Prober, settings: WorkerSettings) -> tuple[str, ...] | None:
+        bootstrap = asyncio.ensure_future(prober._fetch_bootstrap(settings))
         await asyncio.wait({bootstrap})
         return _read_engine_ids(bootstrap, 1)[0]
 
@@ -517,9 +517,11 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
     class ManyStreamsProber:
         streams = 3
 
-        async def probe(self, flag: WorkerFlag, known: Any, restart_count: int) -> WorkerFacts:
+        async def probe(self, settings: WorkerSettings, known: Any, restart_count: int) -> WorkerFacts:
             sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
-            spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), ranks=self.streams, cache_tokens=160)
+            spec = WorkerSpec(
+                settings.worker_id, settings.url, (ServedModel("m", "m"),), ranks=self.streams, cache_tokens=160
+            )
             return WorkerFacts(spec, sources)
 
     async def run() -> None:
@@ -737,7 +739,7 @@ def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(m
             page.status, page.answers["/health"] = 500, (503, "")
             check_health = fleet._context.prober.check_health
 
-            async def fail_once(flag: WorkerFlag) -> None:
+            async def fail_once(settings: WorkerSettings) -> None:
                 fleet._context.prober.check_health = check_health  # type: ignore[method-assign]
                 raise OverflowError("a number of the worker's")
 
@@ -1010,10 +1012,10 @@ def test_a_list_that_names_a_worker_again_has_it_checked_only_if_it_is_not_up() 
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             monitor = fleet._monitors[name]
-            fleet.watch(monitor.flag, origin="service vllm")
+            fleet.watch(monitor.settings, origin="service vllm")
             assert not monitor.wake.is_set()
             core.mark_worker_down(name, 0.0, "a fault")
-            fleet.watch(monitor.flag, origin="service vllm")
+            fleet.watch(monitor.settings, origin="service vllm")
             await wait_until(lambda: core.workers[name].state is WorkerState.UP)
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -1141,7 +1143,7 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].settings = parse_worker_flag(f"http://{name}")
 
             def is_drained_if(ready: bool) -> bool:
                 fleet._apply_endpoints("service/vllm", {name: ready})
@@ -1169,7 +1171,7 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
 def test_a_pod_that_an_operator_takes_back_stays_so_until_its_readiness_changes() -> None:
     async def run() -> None:
         async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].settings = parse_worker_flag(f"http://{name}")
             fleet._apply_endpoints("service/vllm", {name: False})
             fleet.drain(name, is_draining=False)
             fleet._apply_endpoints("service/vllm", {name: False, "10.0.0.2:8000": False})
@@ -1184,7 +1186,7 @@ def test_a_pod_that_an_operator_takes_back_stays_so_until_its_readiness_changes(
 def test_a_pod_of_two_lists_is_drained_while_one_of_them_says_that_it_is_not_ready() -> None:
     async def run() -> None:
         async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].settings = parse_worker_flag(f"http://{name}")
             for origin in ("service/a", "pool/b"):
                 fleet._apply_endpoints(origin, {name: False})
             fleet._apply_endpoints("pool/b", {name: True})
@@ -1202,7 +1204,7 @@ def test_a_pod_that_an_operator_removed_is_drained_as_any_when_it_is_back() -> N
     async def run() -> None:
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
-            fleet._monitors[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._monitors[name].settings = parse_worker_flag(f"http://{name}")
             fleet._apply_endpoints("service/vllm", {name: False})
             fleet.remove(name)
             fleet._apply_endpoints("service/vllm", {name: True})
@@ -1216,11 +1218,11 @@ def test_a_pod_that_an_operator_removed_is_drained_as_any_when_it_is_back() -> N
 
 def test_a_worker_stays_until_no_list_names_it() -> None:
     async def run() -> None:
-        fleet, flag = fleet_of(RecordingProber(), RARELY), parse_worker_flag("http://a:1")
+        fleet, settings = fleet_of(RecordingProber(), RARELY), parse_worker_flag("http://a:1")
         removed_ids: list[str] = []
         fleet.remove = removed_ids.append  # type: ignore[method-assign]
         for origin in ("service a", "service b"):
-            fleet._update_origin(origin, [flag])
+            fleet._update_origin(origin, [settings])
         fleet._update_origin("service a", [])
         assert removed_ids == []
         fleet._update_origin("service b", [])
@@ -1246,7 +1248,9 @@ def test_a_workers_file_counts_when_it_is_written_to_its_end(monkeypatch: Any, t
     lists: list[list[str]] = []
     monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=write_more))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+        asyncio.run(
+            worker_lists.watch_file(path, lambda workers: lists.append([settings.worker_id for settings in workers]))
+        )
     assert lists == [["a:1", "b:1", "c:1"]]
 
 
@@ -1295,7 +1299,9 @@ def test_an_emptied_workers_file_keeps_its_workers_and_a_comment_removes_them(mo
     lists: list[list[str]] = []
     monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=take_steps))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+        asyncio.run(
+            worker_lists.watch_file(path, lambda workers: lists.append([settings.worker_id for settings in workers]))
+        )
     assert lists == [["a:1"], ["a:1", "b:1"], []]
 
 
@@ -1318,7 +1324,9 @@ def test_a_workers_file_written_anew_is_applied_although_its_content_is_the_same
     lists: list[list[str]] = []
     monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=write_anew))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+        asyncio.run(
+            worker_lists.watch_file(path, lambda workers: lists.append([settings.worker_id for settings in workers]))
+        )
     assert lists == [["a:1"], ["a:1"]]
 
 

@@ -21,8 +21,8 @@ from router.fleet.config import FleetConfig
 from router.fleet.index_feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.prober import WorkerFacts
-from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_monitor import FleetContext, WorkerMonitor
+from router.fleet.worker_settings import parse_worker_flag
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)

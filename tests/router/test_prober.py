@@ -18,7 +18,6 @@ from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel, WorkerSpec
 from router.fleet.prober import Prober, WorkerFacts, suggest_remedy
-from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
     OBJECTS_MAX,
@@ -28,6 +27,7 @@ from router.fleet.worker_responses import (
     read_server_info,
     read_sources,
 )
+from router.fleet.worker_settings import parse_worker_flag
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import RemoteTokenizer
 

@@ -22,8 +22,8 @@ from router.decide.price import Candidate, RequestFacts, price_worker
 from router.decide.target import InFlightRequest, Target
 from router.decide.workers import BLOCKCAST, ServedModel, WorkerSpec
 from router.fleet.prober import Prober
-from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_responses import read_engine_sizes
+from router.fleet.worker_settings import WorkerSettings, parse_worker_flag
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
 from simulation.cache import SimCache
@@ -219,7 +219,7 @@ class ScriptedProber(Prober):
         self._kv_dialects = ()
         self._line = line
 
-    async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = 0) -> tuple[int, bytes]:
+    async def _get(self, flag: WorkerSettings, path: str, bytes_max: int = 0) -> tuple[int, bytes]:
         models = b'{"data": [{"id": "m", "owned_by": "%b"}]}' % BLOCKCAST.encode()
         page = {"/v1/models": models, "/metrics": self._line.encode()}.get(path)
         return (404, b"") if page is None else (200, page)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from prompts.routing import parse_routing
 from router.app.cluster import is_worker_serving
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.worker_flag import parse_worker_flag
+from router.fleet.worker_settings import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
 from router.prompting.model_tokenizers import RemoteTokenizer
 from router.prompting.prompt_worker_pool import WorkerState, _inspect_body, _load_tokenizer, _run_task

@@ -1,4 +1,4 @@
-"""The flag `--worker`: what an operator says of one worker, and the rules for its keys and values. No I/O."""
+"""What an operator says of one worker, by `--worker` or `POST /workers`: keys, values and their rules. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.decide.workers import BLOCKCAST, DECODE_ROLE, KINDS_BY_DIALECT, MOON
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFlag:
+class WorkerSettings:
     """One worker as an operator describes it with `--worker`. The worker is asked for values that are not given."""
 
     url: str
@@ -60,7 +60,7 @@ _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])
 
 
 @lru_cache(maxsize=8192)
-def parse_worker_flag(text: str) -> WorkerFlag:
+def parse_worker_flag(text: str) -> WorkerSettings:
     """Parse a value of `--worker`: a URL, or `key=value` pairs. Raises ConfigError naming the part that is wrong.
 
     Forms: `http://host:8000`; or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,
@@ -80,22 +80,22 @@ def parse_worker_flag(text: str) -> WorkerFlag:
             if key in value_by_key:
                 raise ConfigError(f"worker: {key} is given twice in {text!r}")
             value_by_key[key] = value
-    return _make_worker_flag(value_by_key)
+    return _make_worker_settings(value_by_key)
 
 
-def parse_worker_settings(settings: Mapping[str, Any]) -> WorkerFlag:
+def parse_worker_settings(values: Mapping[str, Any]) -> WorkerSettings:
     """Parse the JSON body of `POST /workers`. Without `send_key`, the worker gets no API key. Raises ConfigError."""
     value_by_key = {"send_key": "0"}
-    for key, value in settings.items():
+    for key, value in values.items():
         number = int(value) if isinstance(value, float) and value.is_integer() else value  # JSON may write 5 as 5.0
         if not isinstance(number, str) and not (isinstance(number, int) and key not in _TEXT_KEYS):
             raise ConfigError(f"worker: {key} is {value!r}, expected a string")
         value_by_key[key] = str(number)
-    return _make_worker_flag(value_by_key)
+    return _make_worker_settings(value_by_key)
 
 
-def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
-    """Make a WorkerFlag from the keys and values of `--worker url=...,id=...`. Raises ConfigError."""
+def _make_worker_settings(value_by_key: Mapping[str, str]) -> WorkerSettings:
+    """Make WorkerSettings from the keys and values of `--worker url=...,id=...`. Raises ConfigError."""
     _check_keys(value_by_key)
     no_events = value_by_key.get("events") == "none"
     fields: dict[str, Any] = {"url": "", "no_events": no_events}
@@ -115,7 +115,7 @@ def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     fields["worker_id"] = fields.get("worker_id") or derive_worker_id(fields["url"])
     if _WORKER_ID_PATTERN.fullmatch(fields["worker_id"]) is None:
         raise ConfigError(f"worker: id={fields['worker_id']!r}, expected up to 255 printable characters without spaces")
-    return WorkerFlag(**fields)
+    return WorkerSettings(**fields)
 
 
 def _check_keys(value_by_key: Mapping[str, str]) -> None:
@@ -210,7 +210,7 @@ def _split_roles(text: str) -> frozenset[str]:
 
 
 class _Key(NamedTuple):
-    """Rule for one key of `--worker key=value,...`: the field of WorkerFlag that it sets, and its valid values."""
+    """Rule for one key of `--worker key=value,...`: the field of WorkerSettings that it sets, and its valid values."""
 
     field_name: str
     convert: Callable[[str], Any] = str
