@@ -1,4 +1,4 @@
-"""What an operator says of one worker, by `--worker` or `POST /workers`: keys, values and their rules. No I/O."""
+"""Settings of one worker, as an operator gives them by `--worker` or `POST /workers`: their keys and rules. No I/O."""
 
 from __future__ import annotations
 
