@@ -10,13 +10,13 @@ import asyncio
 import os
 import ssl
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.helpers import is_ip_address
 
 from router.host_names import HostNames
 
-KEEP_ALIVE_S = 1.0
-"""Time for which a connection is kept: shorter than the pause between two checks, so that each looks the name up."""
 READ_BYTES = 16 << 10
 """Bytes of a response that aiohttp buffers at most: a sixteenth as many chunks as with its default."""
 
@@ -34,9 +34,7 @@ def open_session(
     those of a hostile server would be kept without bound, and sent back to it.
     """
     resolver = host_names or HostNames()
-    connector = aiohttp.TCPConnector(
-        ssl=tls or True, limit=requests_max, resolver=resolver, use_dns_cache=False, keepalive_timeout=KEEP_ALIVE_S
-    )
+    connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max, resolver=resolver, use_dns_cache=False)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
@@ -53,14 +51,18 @@ async def fetch(
     """Send one HTTP request without following redirects, and return the status and the body of the answer.
 
     Raises FetchError if there is no answer, if the whole exchange takes longer than `seconds`, or if the body is longer
-    than `bytes_max`. Answers with an error status are returned, too.
+    than `bytes_max`. Answers with an error status are returned, too. A host that is given by name is looked up for each
+    request, because the name may have moved to another machine while the old one still answers.
     """
+    all_headers = {"Accept-Encoding": "identity", **(headers or {})}
     try:
+        if not is_ip_address(urlsplit(url).hostname):
+            all_headers["Connection"] = "close"
         request = session.request(
             method,
             url,
             data=data,
-            headers={"Accept-Encoding": "identity", **(headers or {})},
+            headers=all_headers,
             timeout=aiohttp.ClientTimeout(total=seconds),
             allow_redirects=False,
             read_bufsize=READ_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 import uvloop
 from aiohttp.streams import StreamReader
 
-from router.fleet.config import FleetConfig
-from router.http_client import KEEP_ALIVE_S, READ_BYTES, FetchError, fetch, open_session
+from router.http_client import READ_BYTES, FetchError, fetch, open_session
 
 PIECES_PER_TURN_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
@@ -141,12 +141,26 @@ def test_cookies_are_dropped() -> None:
     assert read_answer(answer, read) == []
 
 
-def test_a_check_of_a_worker_does_not_stay_with_the_address_that_its_name_had() -> None:
+@pytest.mark.parametrize(("host", "connections"), [("localhost", 3), ("127.0.0.1", 1)])
+def test_a_host_that_is_given_by_name_is_looked_up_for_each_request(host: str, connections: int) -> None:
     """Checks came so often that the connection to the old machine was never idle for long, nor the name looked up."""
+    accepted = 0
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed the connection
+            while b"connection: close" not in (await reader.readuntil(b"\r\n\r\n")).lower():
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
 
     async def run() -> None:
-        async with open_session(None) as session:
-            assert session.connector is not None
-            assert session.connector._keepalive_timeout == KEEP_ALIVE_S < FleetConfig().health_s
+        server = await asyncio.start_server(answer_all, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, open_session(None) as session:
+            for _ in range(3):
+                assert await fetch(session, f"http://{host}:{port}/", seconds=20.0, bytes_max=10) == (200, b"ok")
 
     asyncio.run(run())
+    assert accepted == connections
