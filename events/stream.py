@@ -384,9 +384,10 @@ class StreamState:
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
         last_seq = self._next_seq - 1
-        # After a vLLM snapshot, the last batch has no digest: the publisher id shows whether this is the same process.
-        is_checked_by_id = self._publisher_id and self._digest_by_applied_seq.get(last_seq) is None
-        self._repair.awaits_last_batch = last_seq >= 0 and not is_checked_by_id
+        # The last batch shows whether this is the same process. After a vLLM snapshot there is no digest of it to
+        # compare with, but a publisher id.
+        has_digest = self._digest_by_applied_seq.get(last_seq) is not None
+        self._repair.awaits_last_batch = last_seq >= 0 and (has_digest or not self._publisher_id)
         return [RequestReplay(self._begin_request(now), start_seq=max(0, last_seq))]
 
     def _start_over(self, reason: str, now: float) -> list[Instruction]:

@@ -151,7 +151,7 @@ class Penalties:
         token_ids = self._token_ids[:, :width].index_select(0, table_rows)
         output_counts = self._output_counts[:, :width].index_select(0, table_rows)
         token_counts = self._token_counts.index_select(0, table_rows)[:, None]
-        # Entries past a row's tokens become its first one: that is written again with the same value.
+        # Entries past a row's tokens become copies of its first one, so that one value is written more than once.
         is_used = torch.arange(width, device=self._device) < token_counts
         token_ids = torch.where(is_used, token_ids, token_ids[:, :1]).long()
         output_counts = torch.where(is_used, output_counts, output_counts[:, :1])

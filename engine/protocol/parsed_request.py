@@ -301,12 +301,13 @@ def build_constraint(
     grammar, by name.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammar_tools)
-    allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
+    has_text_format = requested is not None and requested.param != "tools"  # strict tools constrain their calls alone
     must_call = requested is not None and requested.param == "tool_choice"
     if limits.script and isinstance(body, ChatRequest) and not must_call:
-        # A simulated engine answers with the next turn of its script, unless that is a text and the text has a format.
+        # A simulated engine answers with the next turn of its script, but not with a text where a format is requested.
         scripted = make_scripted_constraint(body, limits.script, limits.call_format, grammar_tools)
-        if allows_plain_text or scripted.param == "tools":
+        is_scripted_text = scripted.param != "tools"
+        if not (is_scripted_text and has_text_format):
             requested = scripted
     if requested is None:
         return None

@@ -503,14 +503,12 @@ class RouterCore:
             may_try = self._retry_budget.spend_retry(active_request.request.tenant, active_request.failed_attempts)
         if may_try:
             instruction = self._placer.place(active_request, now)
-            is_refused = isinstance(instruction, Refuse)
+            if not isinstance(instruction, Refuse):
+                self.counters["retried" if continuation is None else "continued"] += 1
+                return instruction
             if continuation is not None:
-                self.counters["continued"] += not is_refused
-            elif not is_refused:
-                self.counters["retried"] += 1
-            if not is_refused or continuation is not None:
                 return self._forget_refused(instruction)
-        # The failure says more than why no other worker can take the request.
+        # The client is told of the failure, which says more than why no other worker can take the request.
         retry_after_s = self.registry.compute_retry_after_s(now)
         return self._forget_refused(_refuse_after_failure(active_request.request.request_id, kind, retry_after_s))
 

@@ -151,15 +151,17 @@ class BoundaryRenderer:
         has_late_system = prefix.has_late_system
         short_text = self._render(placeholders, inputs, later_messages, has_late_system=has_late_system)
         if short_text is not None and not has_late_system and _ends_with_system(short_text):
-            has_late_system = True
+            has_late_system = True  # the template writes the system text last, so no placeholder may stand for it
             short_text = self._render(placeholders, inputs, later_messages, has_late_system=True)
         if short_text is None:
             return None
         common_end_start = len(rendered.text) - _count_common_end(rendered.text, short_text)
         position = self.tokenizer.cut_tokens.find_cut(rendered.text, common_end_start)
-        later_text = "" if position is None else rendered.text[position:]
+        if not position:  # no cut, or one with nothing before it
+            return None
+        later_text = rendered.text[position:]
         placeholder_text = short_text.removesuffix(later_text)
-        if not position or not placeholder_text:
+        if not placeholder_text:
             return None
         later_prefix = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
         return RenderedMessages(self, later_prefix, inputs, later_messages, later_text)

@@ -85,12 +85,14 @@ def cache_conversation(
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
         return None
+    if outline is not None:  # the next turn adds its own messages behind the last boundary
+        outline = outline.replace_end(boundaries[-1].message_count, [])
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
         inputs_digest=inputs.digest,
         first_message=inputs.first_message,
-        outline=None if outline is None else outline.replace_end(boundaries[-1].message_count, []),
+        outline=outline,
         boundaries=boundaries,
         token_ids=token_ids,
         other_fields=get_other_fields(request, body, messages_array, renderer.template),

@@ -9,8 +9,10 @@ import torch
 from hand_driver import Driver, Oracle, random_cuts
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
+from engine.config import EngineConfig
 from engine.execution import runner as runner_module
-from engine.execution.device_pool import compute_unit_stride, count_units_in_memory
+from engine.execution.device_pool import compute_unit_stride
+from engine.execution.sizing import count_units
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
 
@@ -66,4 +68,4 @@ def test_units_hold_whole_token_rows():
     stride = compute_unit_stride(spec)
     assert stride % 240 == stride % 16 == 0
     assert 0 <= stride - spec.unit_bytes < 240
-    assert count_units_in_memory(spec, 10 * stride - 1) == 9
+    assert count_units(EngineConfig(kv_cache_memory_bytes=10 * stride - 1), spec, torch.device("cpu")) == 9
