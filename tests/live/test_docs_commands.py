@@ -42,7 +42,7 @@ PROGRAM = re.compile(
 URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
 WORKER_ID = re.compile(r"(?<=/workers/)127\.0\.0\.1:(\d+)")
 ENDPOINT = re.compile(r"tcp://(gpu\d):(\d+)")
-REPLAY_PORT = "5558"
+REPLAY_PORT = "5657"
 """As the pages have it; the other port of a worker is where it publishes."""
 READY_S_MAX = 90.0
 WATCH_S = "12"
