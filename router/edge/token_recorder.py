@@ -198,8 +198,7 @@ class TokenRecorder:
         if plain_event is not None:
             return self._record_plain_event(plain_event)
         self.event_count += 1
-        has_json = event.find(b'"') >= 0
-        if not has_json:  # a comment, or [DONE]
+        if event.find(b"data:") < 0 or event.find(b'"') < 0:  # a comment, or [DONE]
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
             return event
         old_digit_count = len(self._output_digits)
