@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ SlicedWork: TypeAlias = Iterator[None]
 """Long work of which each step does a slice, so that other streams are served between them."""
 KEEPALIVE_S, KEEPALIVE_PROBES = 2, 5
 """Seconds between two of the kernel's probes of a silent connection, and unanswered probes after which it is lost."""
+LOOKUP_S_MAX = 0.5
+"""Longest wait for the addresses of a host's name. All streams wait meanwhile."""
 MAX_CONNECT_MS = 3_000
 """Longest attempt to connect. The kernel's own attempt waits up to a minute before it tries a host again."""
 
@@ -177,10 +180,24 @@ def allow_ipv6(socket: Socket, endpoint: str) -> None:
     ZeroMQ tries one address, and most publishers listen at IPv4 alone, so a name with both keeps IPv4.
     """
     scheme, _, address = endpoint.partition("://")
-    host = address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(OSError, UnicodeError):  # a name that cannot be looked up now
-        if scheme == "tcp" and host != "*" and {family for family, *_ in getaddrinfo(host, None)} == {AF_INET6}:
-            socket.setsockopt(zmq.IPV6, 1)
+    host = address.rpartition(":")[0]
+    is_ipv4 = host == "*" or host.replace(".", "").isdigit()
+    if scheme == "tcp" and not is_ipv4 and (":" in host or _has_ipv6_alone(host)):
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def _has_ipv6_alone(host: str) -> bool:
+    """Return whether a name has addresses of IPv6 only. False if a silent name server takes over LOOKUP_S_MAX."""
+    families: set[int] = set()
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            families.update([family for family, *_ in getaddrinfo(host, None)])
+
+    thread = threading.Thread(target=look_up, name="names", daemon=True)
+    thread.start()
+    thread.join(LOOKUP_S_MAX)
+    return families == {AF_INET6}
 
 
 class _SubSocket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_a_name_that_has_ipv6_alone_is_reached(
     with zmq_socket() as dealer:
         feed_sockets.allow_ipv6(dealer, endpoint)
         assert dealer.getsockopt(zmq.IPV6) == uses_ipv6
+
+
+def test_a_silent_name_server_holds_no_stream_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are opened on the thread that reads all events."""
+    has_answered = threading.Event()
+    monkeypatch.setattr(feed_sockets, "getaddrinfo", lambda *_: [] if has_answered.wait() else [])
+    with zmq_socket() as dealer:
+        feed_sockets.allow_ipv6(dealer, "tcp://six:5557")
+        assert dealer.getsockopt(zmq.IPV6) == 0
+        assert not has_answered.is_set()
+    has_answered.set()
 
 
 def has_ipv6() -> bool:
