@@ -391,6 +391,7 @@ class Prober:
         if has_no_report and engine not in (VLLM, BLOCKCAST):
             info_status, body = await self._get(settings, "/server_info")
             sources = read_publisher(body, settings.url) if info_status == 200 else ()
+            has_no_report = info_status == 200 or info_status in NOT_OFFERED
         if status == 200 or sources:
             if not self._trusts_endpoints:
                 await self._check_hosts(settings, sources)

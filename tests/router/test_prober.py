@@ -513,6 +513,15 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
         read_sources(b"[" * 100_000, "http://h:1")
 
 
+def test_a_bad_minute_of_sglang_changes_nothing() -> None:
+    """Its sources come from /server_info, beside a 404 for /kv_event_sources."""
+    previous = probe({"/v1/models": MODELS, "/server_info": (200, sglang_info())})
+    assert len(previous.sources) == 2
+    for status, are_sources_kept in ((503, True), (429, True), (404, False)):
+        facts = probe({"/v1/models": MODELS, "/server_info": (status, "no")}, known=previous)
+        assert (facts.sources == previous.sources) is are_sources_kept, status
+
+
 def test_a_default_port_that_answers_too_late_changes_nothing(monkeypatch: Any) -> None:
     """A machine too busy to accept a connection publishes where it did; a refusal says that it does not."""
 
