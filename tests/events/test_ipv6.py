@@ -55,7 +55,7 @@ def test_a_name_that_has_ipv6_alone_is_reached(
 def test_a_silent_name_server_holds_no_stream_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams are opened on the thread that reads all events."""
     has_answered = threading.Event()
-    monkeypatch.setattr(feed_sockets, "getaddrinfo", lambda *_: [] if has_answered.wait() else [])
+    monkeypatch.setattr(feed_sockets, "getaddrinfo", lambda *_: [has_answered.wait()][:0])
     with zmq_socket() as dealer:
         feed_sockets.allow_ipv6(dealer, "tcp://six:5557")
         assert dealer.getsockopt(zmq.IPV6) == 0
